@@ -16,8 +16,7 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.static import compile_graph
 from parsim.predict.breakdown import breakdown
-from parsim.program.task import COMPUTE, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase
 
 RANKS = 8
@@ -96,16 +95,16 @@ def main() -> None:
     compiled = compile_graph(graph)
     few = data_parallel_graph(min(arguments.tasks, 10_000))
     few_durations = durations[: len(few.tasks)]
-    static.makespans_s(compiled, rows[:1])
-    static.makespans_s(compiled, rows[:1], overlap=OVERLAP)
+    static.step_times_s(compiled, rows[:1])
+    static.step_times_s(compiled, rows[:1], overlap=OVERLAP)
     timeline = static.simulate(compiled, durations)
     results = {
         "compile": (n, seconds(lambda: compile_graph(graph))),
         "static, one timeline": (n, seconds(lambda: static.simulate(compiled, durations))),
-        f"static, {arguments.samples} samples": (rows.size, seconds(lambda: static.makespans_s(compiled, rows))),
+        f"static, {arguments.samples} samples": (rows.size, seconds(lambda: static.step_times_s(compiled, rows))),
         f"static, {arguments.samples} samples, overlap": (
             rows.size,
-            seconds(lambda: static.makespans_s(compiled, rows, overlap=OVERLAP)),
+            seconds(lambda: static.step_times_s(compiled, rows, overlap=OVERLAP)),
         ),
         "dynamic": (len(few.tasks), seconds(lambda: dynamic.simulate(few, few_durations))),
         "dynamic, overlap": (len(few.tasks), seconds(lambda: dynamic.simulate(few, few_durations, overlap=OVERLAP))),

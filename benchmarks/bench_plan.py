@@ -3,7 +3,7 @@
 python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--phases] [--only 3] [--quick]
 
 A first question finds on the Model how an earlier one divided it (`parsim.program.placed`); "division new" does not. "Again" is
-the same plan once more: its program (`parsim.predict.nearly_alike`) and memory are known.
+the same plan once more: its program (`parsim.predict.folding`) and memory are known.
 --deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead. --phases: where the time of a first question goes.
 --only: the plan of that number alone, from 1 on.
 """
@@ -31,7 +31,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import even_parts, stages_of
 from parsim.predict.evaluate import evaluate
-from parsim.predict.nearly_alike import Programs
+from parsim.predict.folding import Programs
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import Divisions
 

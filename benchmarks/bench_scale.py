@@ -15,7 +15,7 @@ from pathlib import Path
 from deep_gpt import deep_gpt, even_plan
 from machine import QUICK_NOTE, add_quick, machine_line, seconds
 
-from parsim.costs.draws import medians_s
+from parsim.costs.estimate import medians_s
 from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 import parsim.predict.evaluate as evaluating
-import parsim.predict.nearly_alike as nearly
+import parsim.predict.folding as nearly
 from parsim.predict import problem as planning
 from parsim.program import templates as expand
 from parsim.program.placed import ComponentKinds, PlanIndex, SharedProperty

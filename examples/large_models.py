@@ -57,7 +57,7 @@ INTRODUCTION = """# Large models by name
 
 `parsim plan llama3-70b --gpus 64xh100-sxm --batch 512 --seq 8192` plans a model by name. Without `--network` the nodes are
 joined as the GPU's vendor builds clusters of them (InfiniBand at 400 Gb/s per H100), and the answer says so; a GPU on a PCIe
-card needs `--network`. Names, sizes and their sources are in `parsim/model/catalogue/names.py`;
+card needs `--network`. Names, sizes and their sources are in `parsim/model/catalogue/models.csv`;
 `--set model.args.layers=16` changes a size. Unless the question says otherwise, a named transformer takes bf16 (fp16 where the
 GPU has no bf16), a fused AdamW and components that tensor parallelism can cut. T5, ViT and models from a Hugging Face
 `config.json` are traced. On GPUs they take the same precision and optimizer, whatever their `torch_dtype`, and on this machine

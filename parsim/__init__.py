@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parsim.app.answer import Answer
-    from parsim.app.bench_graphs import bench_graphs
     from parsim.app.calibration import Calibration
     from parsim.app.check import Checked
-    from parsim.app.functions import calibrate, check, cost, load_cluster, open_run, plan, run, simulate, trace, validate, watch
-    from parsim.app.import_file import import_file
+    from parsim.app.foreign import import_file
+    from parsim.app.functions import calibrate, check, load_cluster, plan, simulate, trace
     from parsim.app.measured import Measured
     from parsim.app.prediction import Prediction
+    from parsim.app.prices import cost
+    from parsim.app.relaxed import bench_graphs
     from parsim.app.sweep.sweep import sweep
+    from parsim.app.train import open_run, run, validate
+    from parsim.app.watch import watch
     from parsim.errors import ParsimError
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
@@ -59,7 +62,6 @@ __all__ = [
     "watch",
 ]
 
-_FUNCTIONS = "parsim.app.functions"
 _HOMES = {
     "Answer": "parsim.app.answer",
     "Calibration": "parsim.app.calibration",
@@ -70,13 +72,13 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.app.prediction",
-    "bench_graphs": "parsim.app.bench_graphs",
-    "import_file": "parsim.app.import_file",
+    "bench_graphs": "parsim.app.relaxed",
+    "import_file": "parsim.app.foreign",
     "sweep": "parsim.app.sweep.sweep",
-    **dict.fromkeys(
-        ("calibrate", "check", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate", "watch"),
-        _FUNCTIONS,
-    ),
+    **dict.fromkeys(("calibrate", "check", "load_cluster", "plan", "simulate", "trace"), "parsim.app.functions"),
+    **dict.fromkeys(("open_run", "run", "validate"), "parsim.app.train"),
+    "cost": "parsim.app.prices",
+    "watch": "parsim.app.watch",
 }
 """Where each public name is defined."""
 

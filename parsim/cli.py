@@ -20,12 +20,10 @@ from typer.core import TyperGroup
 from parsim import __version__
 from parsim.commands.agent import mcp
 from parsim.commands.ask import check, cost, plan, simulate
-from parsim.commands.bench import bench_graphs
-from parsim.commands.demo import demo
 from parsim.commands.files import export, import_command
 from parsim.commands.machine import calibrate, doctor, models, profile
-from parsim.commands.run import coverage, history, report, run, validate
-from parsim.commands.sweep import compare, explore, sweep
+from parsim.commands.run import coverage, demo, history, report, run, validate
+from parsim.commands.sweep import bench_graphs, compare, explore, sweep
 from parsim.errors import ParsimError
 from parsim.execute.processes.launch import signals_as_exit
 from parsim.files import FULL

@@ -157,10 +157,7 @@ class OutOfMemoryError(ExecutionError):
 
 class RankLostError(ExecutionError):
     """Ranks of a real run died, hang or raised an exception that is not one of parsim's own.
-
-    Attributes:
-        ranks: their numbers. device_lost: their device no longer answers. raised: their code raised, and may do so again.
-    """
+    `ranks`: their numbers. `device_lost`: their device no longer answers. `raised`: their code raised, and may do so again."""
 
     def __init__(self, text: str, ranks: Iterable[int] = (), *, device_lost: bool = False, raised: bool = False) -> None:
         super().__init__(text)

@@ -1,9 +1,8 @@
-"""Reading and writing files: JSON and TOML that others wrote, texts that are never half written, tables as CSV."""
+"""Reading and writing files: JSON and TOML that others wrote, texts that are never half written."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
 import gzip
 import io
@@ -14,7 +13,7 @@ import re
 import stat
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,11 +71,8 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 def lock(handle: int, *, waits: bool = False, sure: bool = False) -> bool:
     """Lock an open file or folder until it is closed; False if another process holds its lock.
-
-    Args:
-        handle: its number. waits: until whoever holds the lock lets go of it.
-        sure: False too where there are no locks, which hold nobody off.
-    """
+    `handle`: its number. `waits`: until whoever holds the lock lets go of it. `sure`: False too where there are no locks, which
+    hold nobody off."""
     try:
         import fcntl
     except ImportError:  # no locks on this system
@@ -104,10 +100,7 @@ TOO_LARGE_NUMBER = f"a whole number has more than {MOST_DIGITS} digits"
 
 def read_regular(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """The content of a file, which must be a regular one (no pipe, no device) of bounded size.
-
-    Raises:
-        OSError: it is not there, or cannot be read. ValueError: it is not a regular file, or larger.
-    """
+    Raises OSError: it is not there, or cannot be read. ValueError: it is not a regular file, or larger."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -142,10 +135,7 @@ FOREIGN = (
 @contextlib.contextmanager
 def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
     """Whatever goes wrong inside, while a document of somebody else's is taken apart, becomes one message.
-
-    Args:
-        what: that is wrong then ("plan.json is not a plan"). fix: what to do.
-    """
+    `what`: that is wrong then ("plan.json is not a plan"). `fix`: what to do."""
     try:
         yield
     except ParsimError:
@@ -155,10 +145,10 @@ def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
         raise error(f"{what}: {text}; {fix}") from problem
 
 
-def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:
+def read_json(path: Path) -> Any:
     """The document of a JSON file. Raises OSError as `read_regular`, json.JSONDecodeError for everything else."""
     try:
-        return parse_json(read_regular(path, largest_bytes))
+        return parse_json(read_regular(path))
     except json.JSONDecodeError:
         raise
     except ValueError as error:
@@ -166,15 +156,10 @@ def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """The document of a JSON text: UTF-8, at most DEEPEST levels, whole numbers of at most MOST_DIGITS digits, and no
-    number that is not finite.
-
-    Args:
-        allow_nan: take NaN and infinities, as in the metrics of a training that has diverged.
-
-    Raises:
-        json.JSONDecodeError: it is none.
-    """
+    """The document of a JSON text: UTF-8, at most DEEPEST levels, whole numbers of at most MOST_DIGITS digits, and no number
+    that is not finite.
+    `allow_nan`: take NaN and infinities, as in the metrics of a training that has diverged. Raises json.JSONDecodeError: it is
+    none."""
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
@@ -219,10 +204,7 @@ def _refused_constant(text: str) -> float:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The document of a TOML text, bounded as that of `parse_json`; infinities are words of TOML and stay.
-
-    Raises:
-        tomllib.TOMLDecodeError: it is none.
-    """
+    Raises tomllib.TOMLDecodeError: it is none."""
     if len(text) > LARGEST_TOML_BYTES:
         raise tomllib.TOMLDecodeError(f"it has {len(text):,} characters, more than the {LARGEST_TOML_BYTES:,} that are read")
     try:
@@ -326,16 +308,9 @@ def version_problem(document: Mapping[str, Any], reads: int) -> str | None:
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, force: bool = False) -> None:
     """Write a file whole or not at all: under a temporary name beside it, which is then renamed.
-
-    Holds against a killed process and a full disk: the old file stays, and the temporary one goes.
-
-    Args:
-        write: called with the open temporary file.
-        force: to the disk before the rename, so that it holds against a power cut, too.
-
-    Raises:
-        OSError: with `path` as its filename, so that whoever reports it can name the file.
-    """
+    Holds against a killed process and a full disk: the old file stays, and the temporary one goes. `write`: called with the
+    open temporary file. `force`: to the disk before the rename, so that it holds against a power cut, too. Raises OSError: with
+    `path` as its filename, so that whoever reports it can name the file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
@@ -387,12 +362,3 @@ def finite(document: object) -> Any:
         case list() | tuple():
             return [finite(value) for value in document]
     return document
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """At least one row; the keys of the first are the columns."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, fieldnames=list(rows[0]))
-    table.writeheader()
-    table.writerows(rows)
-    write_text_atomically(path, text.getvalue())

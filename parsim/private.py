@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
 )
 from torch.cuda import _sleep as gpu_sleep
 from torch.nn import init
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import (
     TreeSpec,
     register_dataclass,
@@ -52,7 +52,6 @@ __all__ = [
     "_DisableTorchDispatch",
     "_FunctionBase",
     "_disable_current_modes",
-    "_get_current_dispatch_mode",
     "c10d",
     "default_device",
     "detect_fake_mode",

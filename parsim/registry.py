@@ -9,9 +9,9 @@ docs/extending.md shows one of each kind.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -30,7 +30,7 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-class Registry(Generic[RegistryRow]):
+class Registry(Mapping[str, RegistryRow]):
     """Rows by name. Iterating, `len` and `in` see the shipped rows; `registry[name]` also loads "package.module:ROW".
 
     Args:
@@ -96,13 +96,7 @@ class Registry(Generic[RegistryRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def keys(self) -> Iterable[str]:
-        """The names of the shipped rows, so that `{**registry}` is a plain dict of them."""
-        return self.rows.keys()
-
-    def items(self) -> Iterable[tuple[str, RegistryRow]]:
-        """The shipped rows by name."""
-        return self.rows.items()
+    __hash__ = object.__hash__
 
     def where(self, **wanted: object) -> tuple[str, ...]:
         """The names of shipped rows whose attributes have these values."""
@@ -121,9 +115,7 @@ def as_key_error(value: Any, validated: Callable[[Any], Any]) -> Any:
 
 class RowOf:
     """A pydantic annotation: text that names a row of a registry, or "package.module:ROW", which is loaded where it is read.
-
-    `also` raises ParsimError for a row that cannot stand here.
-    """
+    `also` raises ParsimError for a row that cannot stand here."""
 
     def __init__(self, registry: Registry[Any], also: Callable[[str], None] = lambda _: None) -> None:
         self.registry = registry

@@ -39,11 +39,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
     """Spans as arrays of one length; `resource[i]` indexes `resources` (texts such as "r0.compute").
-
-    Attributes:
-        source: "simulated" or "measured".
-        task, resource: int64 [n]. start_s, end_s: float64 [n], seconds from the start of the step.
-    """
+    `source`: "simulated" or "measured". `task`, `resource`: int64 [n]. `start_s`, `end_s`: float64 [n], seconds from the start
+    of the step."""
 
     source: str
     resources: tuple[str, ...]

@@ -20,13 +20,7 @@ SHORT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([kKmMgGbBtT]?)")
 
 def parse_count(text: str, thousand: int = 1000) -> int | float:
     """`"64k"` as 64,000 or, of sizes that are powers of two, 65,536; `"15T"` as 15e12. A float only where it has a fraction.
-
-    Args:
-        thousand: what k means; M, G or B, and T are its powers.
-
-    Raises:
-        ValueError: it is no such number.
-    """
+    `thousand`: what k means; M, G or B, and T are its powers. Raises ValueError: it is no such number."""
     form = SHORT.fullmatch(text.strip())
     if form is None:
         raise ValueError(f"{text!r} is no number such as 4096, 64k or 1.5T")

@@ -82,10 +82,8 @@ COLLECTIVE_KINDS: Registry[CollectiveKind] = Registry(
 
 class Phase(StrEnum):
     """The part of a training step a computation belongs to; the short form stands in orders and graphs.
-
     BACKWARD is the whole backward; BACKWARD_INPUT and BACKWARD_WEIGHT are its halves: the gradients of a component's inputs,
-    and those of its parameters. RECOMPUTE is a forward run again, right before the backward that needs what it saves.
-    """
+    and those of its parameters. RECOMPUTE is a forward run again, right before the backward that needs what it saves."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -140,10 +138,8 @@ class Compute:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
     """The update of all parameters of one update group that a rank holds (and the zeroing of their gradients).
-
     `elements` counts scalars, `tensors` the arrays they come in. `update_group`: "" for the usual one. `optimizer`: a row of
-    OPTIMIZERS; "" for the one that updates what is in no group.
-    """
+    OPTIMIZERS; "" for the one that updates what is in no group."""
 
     elements: int
     tensors: int
@@ -158,9 +154,7 @@ NORM, SCALE = "norm", "scale"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipGradients:
     """One part of clipping the gradients by their global norm. The sum over ranks between the two is a Collective.
-
-    `elements` counts scalars, `tensors` the arrays they come in.
-    """
+    `elements` counts scalars, `tensors` the arrays they come in."""
 
     part: str
     elements: int
@@ -258,9 +252,7 @@ class HostCopy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUpdate:
     """The update of `elements` parameters by the host, where the optimizer's state lies.
-
-    `optimizer`: as of an OptimizerStep.
-    """
+    `optimizer`: as of an OptimizerStep."""
 
     elements: int
     optimizer: str = ""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from parsim.execute.processes import launch
+from tests.commands import Told, status_of
 from tests.warm_ranks import STARTED_COLD
 from tests.warm_ranks import start as warm_start
 
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             path = Path(item.path).relative_to(config.rootpath)
             group = "execute" if path.parts[:2] == ("tests", "execute") else str(path)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
+    """Calls `parsim WORDS`: exit status, stdout and stderr."""
+    return lambda *words: (status_of(monkeypatch, *words), *capsys.readouterr())
 
 
 @pytest.fixture(autouse=True)

@@ -145,9 +145,9 @@ class FakeGpuMode(QuickFakeMode):
         super().__init__()
         self.reads = 0
 
-    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         if func is not _READ:
-            return super().answer(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
         on_host = args[0].device.type == "cpu"
         self.reads += not on_host
         number = float(on_host)  # counters of optimizers, which divide by them, lie on the host

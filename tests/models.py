@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from parsim.model.catalogue.names import LLAMA
+from parsim.model.catalogue.sublayers import Shape
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 from parsim.model.model import Model
 
@@ -137,3 +140,13 @@ def _with_loss(name: str, components: list[Component], values: list[Value], last
         outputs=(f"{LOSS}:0",),
         source="made by hand in the tests",
     )
+
+
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:
+    """GPT as Megatron trains it."""
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
+
+
+def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **rest: Any) -> Shape:
+    """Llama and its relatives."""
+    return gpt(name, layers, hidden, heads, vocab, kv_heads=kv_heads, ffn=ffn, **(LLAMA | rest))

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, parse_network
+from parsim.hardware.parts import Network
 from parsim.hardware.profile import DeviceEntry, LinkEntry, LinkProtocol, NicSlot, Profile, Sourced
+from parsim.hardware.records import parse_record
 
 BASE_S, HOP_S, NVLINK = 10e-6, 2e-6, 20e9
 CARD, CARD_HOP_S, CARD_LATENCY_S, UPLINK_LATENCY_S = 5e9, 6e-6, 1e-6, 3e-6
@@ -85,4 +86,4 @@ def network_dict(**changes: Any) -> dict[str, Any]:
 
 
 def network(**changes: Any) -> Network:
-    return parse_network(json.dumps(network_dict(**changes)), "test")
+    return parse_record(Network, json.dumps(network_dict(**changes)), "test", "network")

@@ -10,8 +10,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, HOST, Origin, Resource, Task, TaskGraph
 from parsim.work import COLLECTIVES, PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GRID_S = 1 / 1024

@@ -19,7 +19,7 @@ SOURCES = sorted((ROOT / "parsim").rglob("*.py")) + sorted((ROOT / "calibration"
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "registry", "records", "numeric", "highs", "jit", "private", "work", "timeline"),
+    ("units", "errors", "files", "registry", "records", "numeric", "jit", "private", "work", "timeline"),
     ("hardware",),
     ("model",),
     ("plans",),

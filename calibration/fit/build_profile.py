@@ -15,7 +15,7 @@ from calibration.measure.communication_points import collective_points, overlap_
 from calibration.rounds.environment import core_count, doubts, provenance_environment
 from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.request import CalibrationRequest, RawPoints, entries_of
-from parsim.costs.communication.regime_fits import fit_linear, fit_regimes
+from parsim.costs.communication.measured import fit_linear, fit_regimes
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread
 from parsim.hardware.profile import (
@@ -29,8 +29,8 @@ from parsim.hardware.profile import (
     SourceEntry,
 )
 from parsim.hardware.records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
+from parsim.model.component import narrow
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats
 from parsim.program.taskgraph import parse_work
 from parsim.units import MIB

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from calibration.fit.operators import NORMAL_MAD
 from calibration.fit.surfaces import fit_terms
-from parsim.costs.communication.regime_fits import rounded
-from parsim.costs.compute.surfaces import KINDS, Parts, SurfaceModel, component_parts, launches_on
+from parsim.costs.communication.measured import rounded
+from parsim.costs.compute.surfaces import KINDS, Parts, SurfaceModel, component_parts
 from parsim.errors import CostError
 from parsim.hardware.records import ComponentPoint, Composition
 from parsim.model.model import Model
@@ -75,7 +75,7 @@ def measured_parts(
                 point.samples,
                 surfaces,
                 input_gradient=model.has_input_gradient(component),
-                launched=launches_on("cuda" if gpu_precision else "cpu", gpu_precision),
+                gpu_precision=gpu_precision,
             )
         except CostError:
             if gpu_precision:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.costs.compute.formula import FAMILIES, family_of, saturation_s
 from parsim.costs.compute.launches import Launch, backward_launches, forward_launches
 from parsim.errors import DataError, ProfileError

@@ -15,7 +15,7 @@ from scipy.sparse import coo_array
 
 from calibration.fit.operators import FOLDS, MIN_POINTS, NORMAL_MAD
 from calibration.fit.reject_outliers import launch_text
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.costs.compute.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
 from parsim.hardware.records import OperatorPoint, OperatorSurface

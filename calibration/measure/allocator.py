@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from calibration.measure.components import Case, samples_for
+from parsim.execute.operations import StepWatch
 from parsim.execute.processes.machine import forget_peak, peak_resident_bytes, resident_bytes
 from parsim.execute.processes.setup import give_back_freed_memory
 from parsim.execute.rank_run import watching
-from parsim.execute.store import StepWatch
 from parsim.model.spec import ModelSpec
 
 STEPS = 5

@@ -31,7 +31,7 @@ from calibration.measure.delayed_streams import Pausing
 from calibration.measure.device import DTYPES, numerics
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import CalibrationSection, Entries, paced
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import BatchOrder, Samples
 from parsim.errors import DataError
 from parsim.execute.cuda.driver import driver_of, warm_gpu
@@ -48,8 +48,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, TaskGraph
 
 WARM_STEPS, KEPT_STEPS = 1, 2
 SUSTAINED_S = 0.4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parsim.execute.cuda.driver import DeviceClock, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 
 FIRST_CALL = 1_000_000_000
 """The number of the first exchange, beyond those of all tasks."""

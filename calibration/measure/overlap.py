@@ -21,7 +21,7 @@ from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.rank_run import make_streams
 from parsim.execute.streams import Operation, TaskTime
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.units import KIB, MIB
 from parsim.work import COLLECTIVES as OPERATIONS
 

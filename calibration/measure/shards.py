@@ -25,13 +25,11 @@ from parsim.execute.cuda.driver import warm_gpu
 from parsim.execute.optimizer import flat_gradients
 from parsim.execute.streams import Streams
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
-from parsim.model.component import FULL, Component, Sharding
+from parsim.model.component import FULL, Component, Sharding, narrow
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
-from parsim.model.shard.apply import shard_runnable
-from parsim.model.shard.narrow import narrow
-from parsim.model.shard.pieces import piece
-from parsim.program.task import COMPUTE
+from parsim.model.shard.apply import piece, shard_runnable
+from parsim.program.taskgraph import COMPUTE
 from parsim.work import Phase
 
 KEPT_RUNS = 2

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from calibration.fit.build_profile import build_profile
-from calibration.rounds.environment import check_gpus, check_room, closing_line, look_apart, opening_line
+from calibration.rounds.environment import check_gpus, check_room, closing_line, look_apart, machine_state, opening_line
 from calibration.rounds.request import CalibrationRequest, RawPoints, load_raw, raw_path, save_raw
 from calibration.rounds.turns import Leftover, WorkFolder, alone, gather_raw, open_folder
 from parsim.app.doctor import Found
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.machine import describe_environment, machine_state
+from parsim.execute.processes.machine import describe_environment
 from parsim.execute.processes.output import relayed
 from parsim.execute.processes.setup import available_cores
 from parsim.files import reading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from calibration.rounds.request import CalibrationRequest, entries_of
 from parsim.app.doctor import CALIBRATE_ON_GPUS, Found, Gpu, commands_of, look
 from parsim.errors import ConfigError
 from parsim.execute.processes.launch import import_folders
-from parsim.execute.processes.machine import clocks_text, describe_environment, share_text, stolen_share
+from parsim.execute.processes.machine import CPU_INFO, describe_environment
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.units import format_bytes, format_percent
@@ -28,6 +29,66 @@ BUSY_SHARE, STOLEN_SHARE, CLOCK_CHANGE = 0.05, 0.02, 0.1
 """Warnings start at these values: share of the cores used by others, share taken by the host of a virtual machine,
 relative change of a clock.
 """
+
+
+# The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed. Linux tells
+# all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
+
+
+PROC_STAT, CPUS = Path("/proc/stat"), Path("/sys/devices/system/cpu")
+STAT_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+
+def machine_state() -> dict[str, Any]:
+    """Plain JSON: core_hz by core, governors (each once), virtual, load_average, ticks by kind since the machine's start.
+
+    What the system does not tell is absent.
+    """
+    text = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
+    state = {
+        "core_hz": core_clocks_hz(text),
+        "governors": sorted({path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}),
+        "virtual": "hypervisor" in text,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
+        "ticks": parse_ticks(PROC_STAT.read_text()) if PROC_STAT.is_file() else {},
+    }
+    return {key: value for key, value in state.items() if value not in ({}, [])}
+
+
+def core_clocks_hz(cpu_info: str) -> dict[str, float]:
+    """Clock of every core at this moment, from cpufreq where there is one, else from the text of /proc/cpuinfo."""
+    clocks = {
+        path.parts[-3].removeprefix("cpu"): 1e3 * float(path.read_text())
+        for path in sorted(CPUS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+    }
+    mhz = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", cpu_info, re.MULTILINE)
+    return clocks or {str(number): 1e6 * float(clock) for number, clock in enumerate(mhz)}
+
+
+def parse_ticks(stat: str) -> dict[str, int]:
+    """Ticks of all cores together by kind, from the text of /proc/stat."""
+    for line in stat.splitlines():
+        name, *values = line.split()
+        if name == "cpu":
+            return {field: int(value) for field, value in zip(STAT_FIELDS, values, strict=False)}
+    return {}
+
+
+def stolen_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Share of the cores' time between two states that the host of this virtual machine gave to others; None: unknown."""
+    ticks = [state.get("ticks", {}) for state in (before, after)]
+    passed = float(sum(ticks[1].values()) - sum(ticks[0].values()))
+    if passed <= 0 or any("steal" not in entry for entry in ticks):
+        return None
+    return float(ticks[1]["steal"] - ticks[0]["steal"]) / passed
+
+
+def clocks_text(state: dict[str, Any]) -> str:
+    """`clock 2.45 GHz, governor performance`; unknown values are named as unknown."""
+    clocks = state.get("core_hz", {}).values()
+    low, high = (f"{1e-9 * clock:.2f}" for clock in (min(clocks), max(clocks))) if clocks else ("", "")
+    clock = "clock unknown" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"
+    return f"{clock}, governor {'/'.join(state.get('governors', [])) or 'unknown'}"
 
 
 def core_count(pinnings: Sequence[Mapping[str, Any]]) -> int:
@@ -53,7 +114,10 @@ def opening_line(environment: Mapping[str, Any], state: Mapping[str, Any], reque
 
 def closing_line(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """What the machine did meanwhile, for people."""
-    return f"at the end: {clocks_text(dict(after))}; stolen by the host {share_text(stolen_share(dict(before), dict(after)))}"
+    stolen = stolen_share(dict(before), dict(after))
+    return (
+        f"at the end: {clocks_text(dict(after))}; stolen by the host {'unknown' if stolen is None else format_percent(stolen)}"
+    )
 
 
 def provenance_environment(raw: Mapping[str, Any]) -> dict[str, Any]:

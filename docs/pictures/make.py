@@ -19,7 +19,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from parsim.app.judging import ask_again
+from parsim.app.ask import ask_again
 from parsim.app.measured import compared
 from parsim.app.run_folder import RunFolder
 from parsim.execute.job import Job

@@ -19,8 +19,7 @@ from experiments.adaptive.learning import CURVE_STEPS, SEEDS, STEPS, curve_rows,
 from experiments.adaptive.paper import BATCH_PER_GPU, GPUS, MODELS
 from experiments.adaptive.region import BATCHES, LINKS, region_rows
 from experiments.common.running import part_parser, show
-from parsim.search.placement.certificate import certify
-from parsim.search.placement.paper import paper_certificate
+from parsim.search.placement.certificate import certify, paper_certificate
 from parsim.search.tensor import posed_placement
 
 Tables = dict[str, Any]

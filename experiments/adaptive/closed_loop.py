@@ -26,7 +26,8 @@ from typing import Any
 
 from experiments.common.running import part_parser, show
 from experiments.common.slow_machines import Machine, after_run, error
-from parsim.app.judging import measured, reopen
+from parsim.app.ask import reopen
+from parsim.app.measured import measured
 from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile

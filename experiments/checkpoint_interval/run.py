@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.common.running import part_parser, show
-from parsim.engines.scenario.checkpointing import (
+from parsim.engines.scenario import FailureAt, Failures, Run, parse_scenario
+from parsim.engines.whole_run import (
+    Training,
     daly_interval_s,
     interval_times,
     machine_mtbf_s,
     one_draw_many_times,
     young_interval_s,
 )
-from parsim.engines.scenario.scenario import FailureAt, Failures, Run, parse_scenario
-from parsim.engines.scenario.whole_run import Training
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model

@@ -23,7 +23,7 @@ from parsim.execute.rank_run import run_dataset
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.shard.pieces import piece
+from parsim.model.shard.apply import piece
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage

@@ -21,13 +21,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parsim.data.samples import Order, Samples, order_of, part
 from parsim.execute.job import PLAIN, Schedule, TrainingRecipe, group_of
-from parsim.execute.learning_rate import scheduler
 from parsim.execute.loading import host_values
 from parsim.execute.numerics import TorchNumerics
-from parsim.execute.optimizer import EMA, MASTER, MasterWeights, exempt_names, make_optimizer
+from parsim.execute.optimizer import EMA, MASTER, MasterWeights, exempt_names, make_optimizer, scheduler
 from parsim.execute.stage import recorded_programs, seeded_module
+from parsim.model.build import interface_of
 from parsim.model.component import Component
-from parsim.model.interface import interface_of
 from parsim.model.model import Model
 from parsim.model.objective import TARGET
 from parsim.model.runnable import Runnable

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from parsim.model import Model, ModelSpec, load_model, record
 from parsim.model.autograd.cut import backward_component, forward_component
-from parsim.model.build import build_module
+from parsim.model.build import build_module, example_batch, loss_of
 from parsim.model.component import FULL, MAXIMUM, PARTIAL, Component, ParameterShard, Sharding
-from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
-from parsim.model.shard.apply import content_of, shard_runnable
-from parsim.model.shard.pieces import assemble, padded_piece, piece
+from parsim.model.shard.apply import assemble, content_of, padded_piece, piece, shard_runnable
 from parsim.model.shard.propagate import propagate
 from parsim.model.shard.rules import attention_of_shard, drawn_by_shard, heads_of_shard
 from parsim.model.trace.memory import LiveBytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parsim.costs.draws import medians_s, rank_noise
+from parsim.costs.estimate import medians_s, rank_noise
 from parsim.costs.observed import RunCorrections, without_updates
 from parsim.engines import static
 from parsim.engines.program import mean_step_s

@@ -35,7 +35,7 @@ from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.files import write_json_atomically
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.build import example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES

@@ -22,7 +22,7 @@ from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.rank_run import ProcessGroups, RankRun
 from parsim.execute.stage import seeded_module
 from parsim.files import write_text_atomically
-from parsim.model.interface import example_batch, interface_of
+from parsim.model.build import example_batch, interface_of
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.model.total_loss import total_loss

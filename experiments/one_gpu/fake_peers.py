@@ -17,17 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import BatchOrder
 from parsim.engines import static
 from parsim.execute.cuda.driver import Driver
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.loading import Loader, Pin
-from parsim.execute.mixing import MixingRounds, mean_groups
+from parsim.execute.mixing import MixingRounds, StaleStage, mean_groups
 from parsim.execute.numerics import TorchNumerics
 from parsim.execute.runtime import RankProgram, required_groups, room_waits
 from parsim.execute.stage import StageReplica
-from parsim.execute.stale import StaleStage
 from parsim.execute.streams import Operation, TaskTime
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

@@ -25,13 +25,13 @@ from torch import Tensor
 from parsim.execute.cuda.driver import DeviceClock
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of, set_switches
+from parsim.execute.operations import StepWatch
 from parsim.execute.optimizer import make_optimizer
 from parsim.execute.rank_run import make_streams, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.execute.store import StepWatch
 from parsim.execute.streams import TaskTime
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.build import example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.objective import LOSSES
 from parsim.plans.plan import Plan

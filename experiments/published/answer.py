@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.published.question import Asked
-from parsim.costs.draws import medians_s
+from parsim.costs.estimate import medians_s
 from parsim.costs.published import Learnt
 from parsim.engines.program import mean_step_s
 from parsim.model.formats import Numerics

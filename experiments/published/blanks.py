@@ -11,9 +11,9 @@ from experiments.published.machines import Machine
 from experiments.published.rows import Row
 from experiments.published.rules import PART_TUNED, Rule, micro_of, recompute_of, stage_of
 from parsim.hardware.parts import load_gpu
-from parsim.model.catalogue.names import NAMED
+from parsim.model.catalogue.names import LLAMA, NAMED
 from parsim.model.catalogue.names import named as model_named
-from parsim.model.catalogue.sublayers import LLAMA, Shape
+from parsim.model.catalogue.sublayers import Shape
 from parsim.model.tuning import Tuning
 
 BERT_SEQ = 512

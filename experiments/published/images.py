@@ -17,8 +17,7 @@ from experiments.published.question import Asked
 from experiments.published.rows import Row
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue import frameworks
-from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
-from parsim.model.catalogue.frameworks import Framework
+from parsim.model.catalogue.frameworks import ConvolutionSoftware, Framework, run_by
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import Model

@@ -10,8 +10,7 @@ from typing import Any
 from experiments.published.rows import Row
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts import load_gpu
+from parsim.hardware.parts import Network, load_gpu, load_network
 from parsim.hardware.profile import Profile, Sourced
 
 

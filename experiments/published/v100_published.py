@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common.running import show
-from parsim.costs.draws import medians_s
+from parsim.costs.estimate import medians_s
 from parsim.engines.program import mean_step_s
 from parsim.errors import DataError
 from parsim.hardware.compose import load_profile

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experiments.relaxed.sharded import Partition, ShardedOrder, stack_batches
 from parsim.errors import AlgorithmError
-from parsim.plans.averaging import Arrival, Merged, MergeRule, merge
+from parsim.plans.mixing import Arrival, Merged, MergeRule, merge
 from parsim.relaxed.replicas import LocalTraining, Workers
 
 EpochSeconds = Callable[[int, int], float]

@@ -19,8 +19,7 @@ import torch
 from experiments.common.running import part_parser, show
 from experiments.relaxed.learning import ada_rows, curve_rows, figure_rows, gap_rows
 from experiments.relaxed.times import epoch_rows, scaling_rows, time_rows
-from parsim.relaxed.dbench import GRAPHS, bench_tables, run_bench
-from parsim.relaxed.models import MODELS
+from parsim.relaxed.dbench import GRAPHS, MODELS, bench_tables, run_bench
 
 Tables = dict[str, Any]
 PARTS = ("figures", "ada", "dbench", "times", "curves")

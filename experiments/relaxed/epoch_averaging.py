@@ -21,7 +21,7 @@ from experiments.relaxed.arrivals import (
     train_by_arrival,
 )
 from experiments.relaxed.sharded import Averaged, Partition, train_averaged
-from parsim.plans.averaging import MergeRule, arrival_weights, effective_workers
+from parsim.plans.mixing import MergeRule, arrival_weights, effective_workers
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining

@@ -18,8 +18,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Matrix, connections, eigenvalues, mixing_graph
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
-from parsim.relaxed.dbench import consensus
-from parsim.relaxed.models import mlp
+from parsim.relaxed.dbench import consensus, mlp
 from parsim.relaxed.replicas import LocalTraining, steps_of
 
 N, BATCH = 16, 8

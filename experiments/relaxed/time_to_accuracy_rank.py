@@ -30,7 +30,7 @@ from parsim.files import read_json, write_json_atomically
 from parsim.model.model import Model
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.relaxed.to_target import SCORED_EVERY
+from parsim.relaxed.replicas import SCORED_EVERY
 
 GOAL = "goal.json"
 """Beside the job: what the ranks of this experiment need in addition."""

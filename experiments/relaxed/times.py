@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from experiments.relaxed.arrivals import merge_events
 from experiments.relaxed.clock import round_seconds
+from parsim.costs.communication.algorithms import exchange_seconds
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.common.running import part_parser, show
 from experiments.relaxed.run import CASES, RANKS, problem_of
-from parsim.app.training_checks import whole_periods
+from parsim.app.launch import whole_periods
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import load_measurement
 from parsim.execute.processes.launch import launch

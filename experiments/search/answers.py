@@ -22,7 +22,7 @@ from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.search.placement.paper import paper_certificate, paper_problem_of
+from parsim.search.placement.certificate import paper_certificate, paper_problem_of
 from parsim.search.placement.problem import fits, step_s
 from parsim.search.search import is_tie, search
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parsim.costs.draws import medians_s
+from parsim.costs.estimate import medians_s
 from parsim.engines.program import mean_step_s
 from parsim.errors import CostError, PlanError
 from parsim.model.component import Component

@@ -14,7 +14,7 @@ from random import Random
 from experiments.search.asking import CLOSE, best_s, on
 from experiments.search.problems import ProblemDraw, built_cluster, built_profile, network_of
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.network import Network
+from parsim.hardware.parts import Network
 from parsim.predict.problem import PlanningProblem
 
 INFINITE = float("inf")

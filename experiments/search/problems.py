@@ -16,12 +16,12 @@ from random import Random
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.network import Network, load_network
+from parsim.hardware.parts import Network, load_network
 from parsim.hardware.profile import (
     DeviceEntry,
     DeviceTypeEntry,
     LinkEntry,
-    LinkKindEntry,
+    LinkNumbers,
     LinkProtocol,
     NicSlot,
     Profile,
@@ -258,8 +258,8 @@ def built_profile(draw: ClusterDraw) -> Profile:
     }
     latency_s = draw.link_latency_s
 
-    def link(slower: float) -> LinkKindEntry:
-        return LinkKindEntry(bandwidth_bytes_per_s=number(draw.link_bandwidth / slower), latency_s=number(latency_s))
+    def link(slower: float) -> LinkNumbers:
+        return LinkNumbers(bandwidth_bytes_per_s=number(draw.link_bandwidth / slower), latency_s=number(latency_s))
 
     model = base.communication.link_model
     assert model is not None

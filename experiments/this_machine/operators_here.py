@@ -25,7 +25,7 @@ from calibration.rounds.calibrate import CalibrationRequest, calibrate
 from experiments.common.running import part_parser, show
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.costs import Costs
-from parsim.costs.draws import sample_durations_s
+from parsim.costs.estimate import sample_durations_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile

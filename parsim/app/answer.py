@@ -8,14 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import LargestOf, Question
 from parsim.app.doctor import progress
-from parsim.app.frames import plans_frame
-from parsim.app.prediction import Prediction
+from parsim.app.prediction import AssumedFramework, Prediction
 from parsim.app.question import assumed_text, constant_text, left_out_text, loss_note, loss_text, precision_text, taken_defaults
-from parsim.app.step_size import StepSize
-from parsim.app.to_target import RULES, TargetRanking, to_target
+from parsim.app.relaxed import RULES, StepSize, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
 from parsim.plans.plan import plan_in_words, recommendation
@@ -24,11 +21,9 @@ from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.picture import plotted
-from parsim.report.tables import ReportTable, strategy_table, to_text
-from parsim.search.placement.certificate import certificate_of
-from parsim.search.placement.paper import paper_certificate
+from parsim.report.tables import ReportTable, paragraph_html, plans_frame, strategy_table, table_html, to_text
+from parsim.search.placement.certificate import certificate_of, paper_certificate
 from parsim.search.search import Search, most_frequent
 from parsim.search.tree import Tally, is_tie
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
@@ -101,7 +96,7 @@ class Answer:
             return self.search.status
         return "given" if self.fits else "infeasible"
 
-    @property
+    @cached_property
     def prediction(self) -> Prediction:
         """The chosen plan; if none fits, the fastest of those."""
         return self._predicted(self.evaluation)
@@ -113,7 +108,7 @@ class Answer:
             raise DoesNotFitError(f"{self.sentence()} There is no chosen plan; see answer.candidates")
         return self.prediction
 
-    @cached_property
+    @property
     def step_size(self) -> StepSize | None:
         """Of the chosen plan, as `Prediction.step_size`."""
         return self.prediction.step_size
@@ -300,18 +295,11 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
-        model, prediction = self.problem.model, self.prediction
+        model = self.problem.model
         if self.question.source.recipe is not None:
             document["config_file"] = self.question.source.recipe.to_dict()
-        parts = {
-            "quoted": prediction.quoted,
-            "samples_run": prediction.samples_run,
-            "loading": self.problem.loading,
-            "framework": self.assumed_framework,
-            "step_size": self.step_size,
-        }
         return document | {
-            **{key: None if part is None else part.to_dict() for key, part in parts.items()},
+            **self.prediction.parts(),
             **({} if self.largest is None else {"largest": asdict(self.largest)}),
             "assumed": {key: list(value) if isinstance(value, tuple) else value for key, value in self.assumed.items()},
             "loss": model.loss or None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from parsim.app.answer import Answer
-from parsim.app.assumed_framework import assumed_framework
-from parsim.app.config import Question
-from parsim.app.load import fixed_plan, on_this_machine, problem_of, search_plans
-from parsim.app.prediction import Prediction
-from parsim.app.training_checks import loading_of
-from parsim.engines.scenario.scenario import load_scenario
-from parsim.engines.scenario.whole_run import KINDS
-from parsim.errors import ConfigError
-from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, with_interval
+from parsim.app.config import Question, facts_of_plan
+from parsim.app.launch import loading_of
+from parsim.app.load import cluster_of, fixed_plan, on_this_machine, problem_of, search_plans
+from parsim.app.prediction import AssumedFramework, Prediction
+from parsim.app.run_folder import RunFolder
+from parsim.costs.history import read_history
+from parsim.engines.scenario import load_scenario
+from parsim.engines.whole_run import KINDS
+from parsim.errors import ConfigError, ExecutionError
+from parsim.execute.job import Job
+from parsim.hardware.compose import load_profile
+from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
+from parsim.model.model import Model
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.forecast import Forecast, Played
+from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
-from parsim.report.more_tables import interval_table, run_table, states_table
-from parsim.report.tables import ReportTable
+from parsim.report.tables import ReportTable, interval_table, run_table, states_table
+from parsim.search.by_hand import framework_switches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,10 +42,8 @@ def ask(
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
-    Args:
-        top: keep so many plans over all families instead of the best of each.
-        runs_here: the plan will run on this machine, whatever profile it is priced by. say: hears how far a search is.
-
+    Args: top: keep so many plans over all families instead of the best of each. runs_here: the plan will run on this machine,
+        whatever profile it is priced by. say: hears how far a search is.
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
     return with_assumed_framework(ask_alone(question, top=top, runs_here=runs_here, say=say))
@@ -107,6 +112,42 @@ def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
     return evaluate(problem, evaluation.result.plan, reason=evaluation.result.reason, fold=False)
 
 
+def ask_again(folder: RunFolder) -> Prediction:
+    """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
+
+    Raises: ConfigError if it is not a complete run folder.
+    """
+    config = folder.read_config()
+    for path in (folder.model, folder.plan, folder.profile):
+        if not path.is_file():
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is not a complete run folder; simulate or run again")
+    plan, profile = Plan.load(folder.plan), load_profile(str(folder.profile))
+    problem = PlanningProblem(
+        model=Model.load(folder.model),
+        cluster=cluster_of(config.cluster, profile),
+        history=read_history(folder.history, profile),
+        global_batch=plan.global_batch,
+        numerics=config.training.numerics,
+        clip_gradients=plan.clip_gradients,
+        fit_probability=config.plan.fit_probability or FIT_PROBABILITY,
+        loading=folder.read_loading(),
+    )
+    fold = False if folder.job.is_file() else None
+    return Prediction(question=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
+
+
+def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
+    """A folder that was run: its question asked again, and the name of its run.
+
+    Raises: ConfigError if it is not a run folder; ExecutionError if it was never run.
+    """
+    folder = RunFolder(path)
+    asked = ask_again(folder)
+    if not folder.job.is_file():
+        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
+    return folder, asked, Job.load(folder.job).runs[0].name
+
+
 # `parsim simulate`: one step of one plan, as it is or in a scenario, and with a scenario the whole run.
 
 
@@ -118,10 +159,8 @@ def simulate_prediction(
 ) -> Prediction:
     """One step of a plan that is predicted already. Up to 64 ranks each is simulated; beyond, interchangeable ones once.
 
-    Args:
-        engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine.
-        whole_run: to the end of training, by the scenario's table [run].
-
+    Args: engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine. whole_run:
+        to the end of training, by the scenario's table [run].
     Raises: ConfigError for options that need one another, ScenarioError.
     """
     check_options(engine, scenario, whole_run)
@@ -164,7 +203,6 @@ def _play(prediction: Prediction, path: Path, whole_run: bool) -> Prediction:
 
 
 def _describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
-    """Plain JSON values."""
     run, costs = forecast.whole, played.scenario.device
     figures = {
         "total_s": run.total_s,
@@ -213,3 +251,56 @@ def scenario_tables(document: dict[str, Any]) -> list[ReportTable]:
 def _interval(values: NDArray[Any]) -> dict[str, float]:
     low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
     return {"median": middle, "p05": low, "p95": high}
+
+
+# Who is taken to have written the training loop where a question does not say, and how much others would differ.
+#
+# One framework prices an answer: plans that are priced as different ones could not be compared. Where the question fixes the
+# plan, it is the most likely one for that plan; where plans are searched for, the most likely one that has all of them. What a
+# search may propose does not follow from it. The interval reaches to what the others would take on the chosen plan.
+
+
+MOST_OTHERS = 3
+"""Frameworks whose price is compared: each is a simulation."""
+
+
+def assumed_framework(question: Question, evaluation: Evaluation, *, cut_short: bool = False) -> AssumedFramework | None:
+    """Of an answer, by the plan that was chosen; None where the framework is known, or nothing is assumed.
+
+    Args: cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
+
+    Raises CostError as `evaluate`.
+    """
+    guess = question.guess
+    if guess is None:
+        return None
+    if cut_short:
+        stopped = f"{guess.by}; its interval does not reach to other frameworks, which were not priced"
+        return AssumedFramework(name=guess.frameworks[0].version, by=stopped, others=())
+    plan, step_s = evaluation.result.plan, evaluation.result.step_s.median
+    assumed, likely = guess.frameworks[0], question.guess_for(facts_of_plan(plan))
+    current = [framework_of(assumed.name)] if assumed.until else []
+    first, *rest = likely.frameworks
+    others = _unlike(question, assumed, [first, *current, *rest, *guess.frameworks], plan)
+    ratios = [(row.version, _step_s(question, replace(guess, frameworks=(row,)), plan) / step_s) for row in others]
+    return AssumedFramework(name=assumed.version, by=guess.by, others=tuple(ratios))
+
+
+def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], plan: Plan) -> list[Framework]:
+    """Those that do otherwise than the assumed one and than one another where it changes the seconds of the plan."""
+
+    def seconds_key(row: Framework) -> tuple[object, ...]:
+        switches: dict[str, Any] = {**framework_switches(row)}
+        switched = replace(plan, **switches).switched
+        host = (row.launches_on(question.cluster.gpu or ""), row.step_s)
+        return (row.kernels_of(question.has_low_products), switched, host, row.full_gradients, row.clip, row.routing)
+
+    distinct = {seconds_key(assumed): assumed}
+    for row in rows:
+        distinct.setdefault(seconds_key(row), row)
+    return list(distinct.values())[1 : 1 + MOST_OTHERS]
+
+
+def _step_s(question: Question, guess: Guess, plan: Plan) -> float:
+    problem = problem_of(question.sourced(guess=guess))
+    return simulated_step(problem, replace(plan, **problem.plan_settings)).step_s

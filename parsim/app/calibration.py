@@ -17,9 +17,7 @@ from parsim.files import write_text_atomically
 from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
 from parsim.hardware.profile import Profile
 from parsim.model.spec import ModelSpec
-from parsim.report.more_tables import calibration_table
-from parsim.report.notebook import table_html
-from parsim.report.tables import ReportTable, to_text
+from parsim.report.tables import ReportTable, calibration_table, table_html, to_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,7 +53,6 @@ def calibration_request(
         precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
         quick: fewer rounds and sizes.
         collectives: "package.module:ROW" of one's own, measured beside the shipped ones.
-
     Raises: ConfigError.
     """
     from calibration.rounds.request import CalibrationRequest
@@ -137,9 +134,7 @@ class ChosenRanks:
 def choose_ranks(asked: int | None, *, most: int, cpu_ranks: int) -> ChosenRanks:
     """A rank on every GPU where torch sees some and has NCCL, else processes on the CPU.
 
-    Args:
-        asked: ranks; None: as many as there are GPUs, at most `most`; on the CPU `cpu_ranks`.
-
+    Args: asked: ranks; None: as many as there are GPUs, at most `most`; on the CPU `cpu_ranks`.
     Raises: ConfigError for more ranks than GPUs.
     """
     from torch import distributed
@@ -202,12 +197,9 @@ def new_profile(
 ) -> dict[str, str]:
     """Write a commented profile that refers to parts; returns its path and name.
 
-    Args:
-        gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path.
-        out: the file, which must end in .toml and not exist; None: GPU.toml in the current directory.
-
-    Raises:
-        ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
+    Args: gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path. out: the
+        file, which must end in .toml and not exist; None: GPU.toml in the current directory.
+    Raises: ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
     """
     path = out or Path(f"{Path(gpu).stem}{SUFFIX}")
     if path.suffix != SUFFIX:

@@ -1,25 +1,38 @@
-"""Does a training fit, how fast is it, and what would help: one screen, and an exit status, before a job is launched.
+"""Does a training fit, how fast is it, and what would change that: the question asked again with other keys or clusters.
 
-What would help is asked again with keys of the run file changed. Where the plan was searched for, its mesh stays, and the keys
-that the question leaves open are searched again.
+`check` prices changes of keys that would help (where the plan was searched for, its mesh stays). `largest` bisects a size.
+`what_would` searches on changed clusters, one change at a time.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
-from parsim.app.ask import ask, ask_alone, whole
-from parsim.app.config import INNER_AXES, Question, question_from
+from pydantic import BaseModel
+
+from parsim.app.answer import Answer, Largest
+from parsim.app.ask import ask, ask_alone, whole, with_assumed_framework
+from parsim.app.config import INNER_AXES, LargestOf, Question, question_from
+from parsim.app.doctor import progress
+from parsim.app.load import cluster_of
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text
-from parsim.errors import ParsimError
-from parsim.model.catalogue.names import is_transformer, sequence_of
+from parsim.app.sections import MOST_SAMPLES
+from parsim.errors import ConfigError, DoesNotFitError, ParsimError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.parts import Network
+from parsim.hardware.profile import Profile
+from parsim.model.catalogue.names import MOST_TOKENS, is_transformer, sequence_of, shape_of
 from parsim.model.formats import number_format, operator_precision
+from parsim.model.spec import MOST_LAYERS
 from parsim.plans.plan import AUTO, NONE, SELECTIVE, Plan, plan_in_words
 from parsim.predict.breakdown import model_flop, tokens_per_sample
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY
@@ -46,9 +59,8 @@ def verdict_of(fit_probability: float) -> str:
 class Help:
     """A change and its effect.
 
-    Attributes:
-        what: in words. settings: keys of a run file. prediction: with the change.
-        faster: tokens (of other models samples) per second over those of the question, less one.
+    Attributes: what: in words. settings: keys of a run file. prediction: with the change. faster: tokens (of other models
+        samples) per second over those of the question, less one.
     """
 
     what: str
@@ -189,10 +201,7 @@ def needed_bytes(prediction: Prediction) -> int:
 
 
 def check_question(question: Question) -> Checked:
-    """Answer the question, and price what would help.
-
-    Raises: as `parsim.app.ask.ask`.
-    """
+    """Answer the question, and price what would help. Raises: as `parsim.app.ask.ask`."""
     answer = whole(ask(question))
     candidates = answer.candidates
     prediction = answer.prediction if answer.fits else min(candidates, key=needed_bytes)
@@ -232,8 +241,7 @@ def mesh_settings(plan: Plan) -> dict[str, object]:
 def changed(question: Question, settings: Mapping[str, object]) -> Question:
     """The question with other keys, checked as a run file is. What was left open and was filled in stays as it was.
 
-    Raises:
-        ConfigError: the keys contradict one another.
+    Raises: ConfigError: the keys contradict one another.
     """
     source = question.source
     other = question_from(question.to_dict(), settings=settings, where="the changed question")
@@ -241,7 +249,6 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
 
 
 def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
-    """The change with its price; none where it contradicts the question."""
     try:
         answer = whole(ask_alone(changed(question, settings)))
     except ParsimError:
@@ -254,7 +261,6 @@ Change = tuple[str, dict[str, object]]
 
 
 def _faster(question: Question, prediction: Prediction) -> Iterator[Change]:
-    """Changes by which some trainings are faster."""
     plan, training, given = prediction.plan, question.training, question.plan
     peaks = prediction.problem.cluster.devices[0].type.peak_flop_per_s
     by_name = is_transformer(question.model.name)
@@ -276,7 +282,6 @@ def _faster(question: Question, prediction: Prediction) -> Iterator[Change]:
 
 
 def _smaller(question: Question, prediction: Prediction) -> Iterator[Change]:
-    """Changes by which some trainings need less memory."""
     plan, given, args = prediction.plan, question.plan, dict(question.model.args)
     name = question.model.name
     if given.recompute != AUTO:
@@ -330,3 +335,303 @@ def _divided(question: Question, plan: Plan, smaller: str, larger: str) -> Itera
         settings["plan.pipeline_order"] = "1f1b"
     what = {"tp": "tensor shards", "pp": "pipeline stages", "dp": "replicas"}
     yield f"{what[larger]} {sizes[larger]} and {what[smaller]} {sizes[smaller]}", settings
+
+
+# The largest batch, sequence or model that fits with 95%, by bisection.
+#
+# A mesh is kept while its largest size is found. Then the next size is asked of all plans, and if one fits, its mesh is taken.
+# Leaves out: sizes that fit although a smaller one does not.
+
+
+TOKENS_APART = 1024
+"""Sequences are tried in steps of so many tokens."""
+MOST_MESHES = 8
+"""One after the other, each with room for more than the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What is made larger: `step` times a number from 1 to `most`. at: the number of the question as asked.
+
+    Attributes: settings: keys of a run file at a number. noun: what the sizes count.
+    """
+
+    noun: str
+    step: int
+    most: int
+    at: int
+    settings: Callable[[int], Mapping[str, object]]
+
+
+def largest(question: Question, what: LargestOf, say: Callable[[str], None] = lambda _: None) -> Answer:
+    """The answer for the largest size that fits with 95%, with what it costs in time (`Answer.largest`).
+
+    Args: what: "batch" (in one pass, without gradient accumulation, unless plan.microbatches is given), "seq" or "model" (its
+        layers). say: hears what is tried.
+    Raises: ConfigError: the model has no such size. DoesNotFitError: not even the smallest fits. And as `parsim.app.ask.ask`.
+    """
+    if question.plan.plan_path is not None:
+        raise ConfigError(f"--largest {what}: the plan of {question.plan.plan_path} is for one batch; name a strategy instead")
+    sizes = _SIZES[what](question)
+    asked = whole(ask(question))
+
+    def at(number: int, mesh: Mapping[str, object] | None = None) -> Answer | None:
+        say(f"{sizes.step * number:,} {sizes.noun}")
+        return _safe(question, {**sizes.settings(number), **(mesh or {})})
+
+    def fits(mesh: Mapping[str, object], number: int) -> bool:
+        return at(number, mesh) is not None
+
+    starts = ((number, at(number)) for number in dict.fromkeys((sizes.at, 1)))
+    number, answer = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
+    if answer is None:
+        raise DoesNotFitError(
+            f"--largest {what}: no plan fits with 95% at {sizes.step:,} {sizes.noun}, the least that was tried. "
+            f"{asked.sentence()}"
+        )
+    for _ in range(MOST_MESHES):
+        number = _bisected(sizes, number, partial(fits, mesh_settings(answer.prediction.plan)))
+        more = at(number + 1) if number < sizes.most else None
+        if more is None:
+            break
+        number, answer = number + 1, more
+    answer = at(number) or answer
+    size = Largest(
+        what=what,
+        size=sizes.step * number,
+        above=None if number == sizes.most else sizes.step * (number + 1),
+        asked=sizes.step * sizes.at,
+        faster=rate_of(answer.prediction) / rate_of(asked.prediction) - 1 if asked.fits else None,
+    )
+    return replace(with_assumed_framework(answer), largest=size)
+
+
+def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
+    """The largest number that fits, above one that does. Ctrl-C says what is known by then."""
+    low, high = fits, 2 * fits
+    try:
+        while high <= sizes.most and does(high):
+            low, high = high, 2 * high
+        high = min(high, sizes.most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if does(middle) else (low, middle)
+    except KeyboardInterrupt as ending:
+        known = f"{sizes.step * low:,} {sizes.noun} fit with 95%, and up to {sizes.step * high:,} not all were tried"
+        key, value = next(iter(sizes.settings(low).items()))
+        text = f"parsim: ended by SIGINT. {known}. Ask from there on with --set {key}={value}"
+        print(text, file=sys.stderr, flush=True)
+        ending.add_note(text)  # told
+        raise
+    return low
+
+
+def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:
+    try:
+        answer = whole(ask_alone(changed(question, settings)))
+    except ParsimError:
+        return None
+    return answer if answer.fits and answer.prediction.is_safe else None
+
+
+def _batches(question: Question) -> _Sizes:
+    """Batches that all devices divide, or the replicas and microbatches that are asked for."""
+    plan, mesh = question.plan, question.plan.mesh
+    cluster = question.source.cluster or cluster_of(question.cluster)
+    replicas = cluster.size if mesh is None or mesh.dp is None else mesh.dp
+    microbatches = plan.microbatches or (1 if mesh is None else mesh.pp or 1)
+    step = replicas * microbatches
+
+    def settings(number: int) -> Mapping[str, object]:
+        return {"training.global_batch": step * number, "plan.microbatches": microbatches}
+
+    at = max(1, question.training.global_batch // step)
+    return _Sizes(noun="samples", step=step, most=MOST_SAMPLES // step, at=at, settings=settings)
+
+
+def _sequences(question: Question) -> _Sizes:
+    args = _args_of_transformer(question, "seq")
+    at = max(1, sequence_of(question.model.name, args) // TOKENS_APART)
+    return _Sizes(
+        noun="tokens",
+        step=TOKENS_APART,
+        most=MOST_TOKENS // TOKENS_APART,
+        at=at,
+        settings=lambda number: {"model.args.seq": TOKENS_APART * number},
+    )
+
+
+def _models(question: Question) -> _Sizes:
+    args = _args_of_transformer(question, "model")
+    at = shape_of(question.model.name, args).layers
+    return _Sizes(noun="layers", step=1, most=MOST_LAYERS, at=at, settings=lambda number: {"model.args.layers": number})
+
+
+def _args_of_transformer(question: Question, what: str) -> dict[str, object]:
+    if not is_transformer(question.model.name) or question.source.model is not None:
+        raise ConfigError(
+            f"--largest {what} changes the sizes of a transformer by name (llama3-8b), and the model is {question.model.name}; "
+            "name one, or ask for --largest batch"
+        )
+    return dict(question.model.args)
+
+
+_SIZES: Mapping[LargestOf, Callable[[Question], _Sizes]] = {"batch": _batches, "seq": _sequences, "model": _models}
+
+
+# What it would take to be faster: the search again on changed clusters, one change at a time.
+
+
+MORE_GPUS = 1.5
+TIMES = 2.0
+MachinePart = TypeVar("MachinePart", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """One change and what it gives.
+
+    Attributes: faster: samples per second over those of the answer, less one; None where no plan was found. reaches: the aim.
+        plan: a summary. reason: why there is no plan.
+    """
+
+    what: str
+    faster: float | None
+    reaches: bool
+    plan: str = ""
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "change": self.what,
+            "faster": self.faster,
+            "reaches": self.reaches,
+            "plan_summary": self.plan or None,
+            "reason": self.reason or None,
+        }
+
+    def line(self) -> str:
+        """`bandwidth between nodes x 2: +12%, not enough (dp ...)`."""
+        if self.faster is None:
+            return f"{self.what}: no plan ({self.reason})"
+        return f"{self.what}: {self.faster:+.0%}, {'enough' if self.reaches else 'not enough'} ({self.plan})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatWould:
+    """Attributes: faster: the aim, as a part of samples per second. changes: each alone, the largest gain first."""
+
+    faster: float
+    changes: tuple[WhatIf, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, under `what_would`."""
+        return {"faster": self.faster, "changes": [change.to_dict() for change in self.changes]}
+
+    def lines(self) -> list[str]:
+        """Sentences for people."""
+        enough = ", or ".join(change.what for change in self.changes if change.reaches) or "none of these changes alone"
+        return [f"What would be {self.faster:.0%} faster: {enough}.", *(f"  {change.line()}" for change in self.changes)]
+
+
+def parse_faster(text: str) -> float:
+    """`20%` or `0.2` as 0.2. Raises ConfigError for anything else."""
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError as error:
+        raise ConfigError(f"--faster {text!r}: write a share such as 20% or 0.2") from error
+    if value >= 1 and not number.endswith("%"):
+        raise ConfigError(f"--faster {text!r} would be {value:.0%}: write {number}%, or a share such as 0.2")
+    if not 0 < value < 100:
+        raise ConfigError(f"faster = {value:g}: must be > 0 and < 100; 0.2 means 20% more samples per second")
+    return value
+
+
+def what_would(answer: Answer, faster: float) -> WhatWould:
+    """Ask the question again with each change.
+
+    Args: answer: to the question as it is. faster: the aim, 0.2 for 20% more samples per second.
+    Raises: ConfigError: no plan fits as it is, or the cluster has several kinds of GPU.
+    """
+    if answer.question.cluster.group is not None:
+        raise ConfigError(
+            "--faster changes clusters of one kind of GPU, and [[cluster.group]] names several; change the groups"
+        )
+    if not answer.fits:
+        raise ConfigError("--faster compares with the plan that was chosen, and none fits; change the question first")
+    base = answer.prediction.throughput_samples_per_s.median
+    changes = []
+    for what, question in _changed_clusters(answer):
+        try:
+            with progress(f"Planning with {what}"):
+                other = ask(question())
+            if other.search is not None and other.search.cut_short:
+                changes.append(WhatIf(what=what, faster=None, reaches=False, reason="stopped by Ctrl-C, as were all after it"))
+                break
+            if not other.fits:
+                raise DoesNotFitError("no plan fits")
+        except ParsimError as error:
+            changes.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
+            continue
+        gain = other.prediction.throughput_samples_per_s.median / base - 1
+        changes.append(WhatIf(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
+    changes.sort(key=lambda change: -1.0 if change.faster is None else change.faster, reverse=True)
+    return WhatWould(faster=faster, changes=tuple(changes))
+
+
+def _changed_clusters(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
+    cluster, question = answer.problem.cluster, answer.question
+    profile, network = cluster.profile, cluster.network
+    nodes = max(device.node for device in cluster.devices) + 1
+    per_node = len({device.index for device in cluster.devices if device.node == 0})
+
+    def on(profile: Profile = profile, network: Network | None = network, count: int = nodes) -> Question:
+        first = None if per_node == len(profile.devices) else per_node
+        return question.sourced(cluster=cluster_from_profile(profile, first, nodes=count, network=network))
+
+    if nodes > 1 and network is not None:
+        card = _improved(network.card, "bandwidth_bytes_per_s")
+        yield f"bandwidth between nodes x {TIMES:g}", lambda: on(network=network.model_copy(update={"card": card}))
+    if cluster.size > 1 and profile.links:
+        links = {name: _improved(kind, "bandwidth_bytes_per_s") for name, kind in profile.link_kinds.items()}
+        yield f"bandwidth inside nodes x {TIMES:g}", lambda: on(profile.model_copy(update={"link_kinds": links}))
+    types = {name: _improved(kind, "memory_bytes") for name, kind in profile.device_types.items()}
+    yield f"memory of a GPU x {TIMES:g}", lambda: on(profile.model_copy(update={"device_types": types}))
+    mesh, batch = question.plan.mesh, question.training.global_batch
+    if network is not None or nodes > 1:
+        more = _more_nodes(answer, nodes)
+        grows = mesh is not None and mesh.dp is not None
+
+        def grown() -> Question:
+            changed = on(count=more)
+            if mesh is None or mesh.dp is None:
+                return changed
+            dp, samples = Fraction(mesh.dp * more, nodes), Fraction(batch * more, nodes)
+            if dp.denominator > 1 or samples.denominator > 1:
+                raise ConfigError(
+                    f"plan.mesh.dp = {mesh.dp} and global_batch = {batch} times {more / nodes:g} are no whole numbers"
+                )
+            plan = question.plan.model_copy(update={"mesh": mesh.model_copy(update={"dp": int(dp)})})
+            return changed.changed(plan=plan, training=question.training.model_copy(update={"global_batch": int(samples)}))
+
+        yield f"GPUs{' and batch' if grows else ''} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
+    doubled = question.training.model_copy(update={"global_batch": 2 * batch})
+    yield "global batch x 2", lambda: question.changed(training=doubled)
+
+
+def _improved(part: MachinePart, key: str) -> MachinePart:
+    number = getattr(part, key)
+    return part.model_copy(update={key: number.model_copy(update={"value": TIMES * number.value})})
+
+
+def _more_nodes(answer: Answer, nodes: int) -> int:
+    """Half as many nodes more; twice as many where the batch divides over the replicas of the choice on those alone."""
+    more, dp = max(nodes + 1, round(MORE_GPUS * nodes)), answer.prediction.plan.mesh.dp
+    if answer.question.plan.mesh is not None and answer.question.plan.mesh.dp is not None:
+        return more  # the batch grows, too
+
+    def divides(count: int) -> bool:
+        return dp * count % nodes == 0 and answer.question.training.global_batch % (dp * count // nodes) == 0
+
+    return 2 * nodes if not divides(more) and divides(2 * nodes) else more

@@ -281,7 +281,6 @@ class Question(ConfigSection):
         )
 
     def _asked_plan(self) -> PlanFacts:
-        """What [plan] says of the plans. Where it names a file: what that holds. Raises PlanError."""
         plan = self.plan
         if plan.plan_path is not None:
             return facts_of_plan(Plan.load(plan.plan_path))
@@ -422,9 +421,7 @@ def question_from(
             hand-written plan of a document with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too. It replaces
             what steers the document's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
         where: the name of the document in messages. folder: whose modules the question may name.
-
-    Raises:
-        ConfigError: every wrong key, with its path, its value and the fix.
+    Raises: ConfigError: every wrong key, with its path, its value and the fix.
     """
     changes = changes_of(settings, overrides)
     make_paths_absolute(changes, Path.cwd())
@@ -472,9 +469,8 @@ def cluster_section(
 ) -> ClusterSection:
     """Check a table [cluster] by itself. Raises ConfigError.
 
-    Args:
-        table: by key. overrides, settings: as `question_from`; those of other tables are ignored.
-        where: its name in messages. folder: at which relative paths start (None: the current directory).
+    Args: table: by key. overrides, settings: as `question_from`; those of other tables are ignored. where: its name in
+        messages. folder: at which relative paths start (None: the current directory).
     """
     document = {"cluster": dict(table)}
     make_paths_absolute(document, folder or Path.cwd())
@@ -498,7 +494,6 @@ _OTHER_NAMES = {
 
 
 def _check_experts(question: Question) -> None:
-    """Raise ConfigError where keys of experts contradict one another, or a transformer by name has none."""
     software, plan, model = question.software, question.plan, question.model
     given = [f"software.{key}" for key in software.of_experts] + ["plan.routing_skew"] * (plan.routing_skew is not None)
     if given and is_transformer(model.name) and not shape_of(model.name, dict(model.args)).experts:
@@ -663,7 +658,6 @@ INNER_AXES = ("pp", "tp", "cp", "ep")
 
 
 def _check_framework(question: Question) -> None:
-    """Raise ConfigError where [plan] asks for what the framework of [software] does not have."""
     plan, row = question.plan, question.software.row
     if row is None:
         return
@@ -694,7 +688,6 @@ def _check_framework(question: Question) -> None:
 
 
 def _check_switches(question: Question) -> None:
-    """Raise ConfigError where a switch of [plan] means nothing on its mesh or with its ZeRO stage, or excludes another one."""
     plan, row = question.plan, question.software.row
     by_hand, mesh = plan.strategy == "custom", plan.mesh or MeshTable()
     for key, switch in SWITCHES.items():
@@ -760,7 +753,6 @@ def _check_replicas(plan: PlanSection) -> None:
 
 
 def _check_placements(plan: PlanSection) -> None:
-    """Every placement can be read; which components a pattern means is checked where the model is known."""
     written = [("placements", *placement) for placement in (plan.placements or {}).items()]
     written += [("pin", *placement) for placement in plan.pin.items()]
     written += [("forbid", pattern, text) for pattern, texts in plan.forbid.items() for text in texts if text not in KINDS]
@@ -793,8 +785,7 @@ def _check_mesh(plan: PlanSection, table: MeshTable, question: Question) -> None
 def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     """Raise PlanError where no mesh of so many devices has the axes that are given.
 
-    Args:
-        table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
+    Args: table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
     """
     pp, dp, tp, cp, ep = (getattr(table, axis) or 1 for axis in ("pp", "dp", "tp", "cp", "ep"))
     if by_hand or table.dp is not None:

@@ -166,7 +166,6 @@ def key_parts(problem: ErrorDetails) -> list[str]:
 
 
 def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type:
-    """The table a path leads to. A field may be a list or a dict of tables (`training.groups.NAME`)."""
     section, is_name = sections, False
     for key in location:
         if is_name or key.isdigit():  # the place in a list of tables (`cluster.group`)
@@ -207,8 +206,7 @@ def _short(value: object) -> str:
 def changes_of(settings: Mapping[str, Any] | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Settings by "section.key", and overrides laid over them, as nested tables. A setting that is None is left out.
 
-    Raises:
-        ConfigError: a key without a section, or an override of another form.
+    Raises: ConfigError: a key without a section, or an override of another form.
     """
     document: dict[str, Any] = {}
     for key, value in (settings or {}).items():
@@ -235,7 +233,6 @@ def _counted(key: str, value: Any) -> Any:
 
 
 def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """`{"plan": {"mesh": {"pp": value}}}` of the keys plan, mesh, pp."""
     return {keys[0]: _nested(keys[1:], value) if len(keys) > 1 else value}
 
 
@@ -388,7 +385,6 @@ def put_on_path(document: Mapping[str, Any], folder: Path) -> None:
 
 
 def _import_folder(document: Mapping[str, Any], folder: Path) -> Path:
-    """model.import_folder where a run file has it, else its own folder."""
     model = document.get("model")
     named = model.get("import_folder") if isinstance(model, dict) else None
     return Path(named) if isinstance(named, str) else folder
@@ -406,9 +402,8 @@ def check_trusted(document: Mapping[str, Any], folder: Path, where: str, *, call
 
     A run file is code as soon as it names some: its own folder is trusted with it, nothing else is.
 
-    Args:
-        document: of the file, without what the user has overridden. folder: of the file.
-        calls_model: False if its model is not going to be made: of a run that is only looked at.
+    Args: document: of the file, without what the user has overridden. folder: of the file. calls_model: False if its model is
+        not going to be made: of a run that is only looked at.
     """
     imports = _import_folder(document, folder).resolve()
     if calls_model and imports.is_relative_to(folder.resolve()):

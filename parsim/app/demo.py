@@ -17,8 +17,8 @@ from parsim.app.answer import Answer
 from parsim.app.ask import ask, every_rank, whole
 from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.app.doctor import progress
-from parsim.app.judging import judge, measured
 from parsim.app.launch import device_kind, launch_job, run_spec
+from parsim.app.measured import judge, measured
 from parsim.app.question import question_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.write_folder import report_facts, report_run
@@ -28,9 +28,8 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan, plan_in_words
 from parsim.predict.compare import Comparison
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.report.more_tables import calibration_table
 from parsim.report.page import ReportData, ReportSection, write_report
-from parsim.report.tables import ReportTable, validation_table
+from parsim.report.tables import ReportTable, calibration_table, validation_table
 from parsim.units import format_percent, format_seconds
 
 WHAT_IF_MODELS = {"resnet50": "sgd_momentum", "vit_b_16": "adam"}
@@ -52,9 +51,8 @@ WARMUP_STEPS = 3
 class Thoroughness:
     """How much of its time the demo takes to measure: a quick calibration knows less, and its intervals are wider.
 
-    Attributes:
-        quick: the calibration. rounds: of the real runs. planning_s, calibrating_s, running_s: what the parts take on two
-            quiet cores, each run one model; they only serve to say how much time is left.
+    Attributes: quick: the calibration. rounds: of the real runs. planning_s, calibrating_s, running_s: what the parts take on
+        two quiet cores, each run one model; they only serve to say how much time is left.
     """
 
     quick: bool
@@ -130,12 +128,9 @@ class Demo:
 def run_demo(out: Path, nproc: int | None, *, full: bool, show: Callable[[Answer], None]) -> Demo:
     """Plan, calibrate, train and compare on this machine, and write a report.
 
-    Args:
-        out: folder of the profile, the runs and the report. nproc: ranks of the real runs; None: one per GPU, or 2 processes.
+    Args: out: folder of the profile, the runs and the report. nproc: ranks of the real runs; None: one per GPU, or 2 processes.
         full: calibrate and measure longer. show: is given every answer as soon as it is there.
-
-    Raises:
-        ConfigError: more ranks than GPUs. ParsimError: as `plan`, `calibrate` and `run`.
+    Raises: ConfigError: more ranks than GPUs. ParsimError: as `plan`, `calibrate` and `run`.
     """
     from calibration.rounds.calibrate import calibrate
 
@@ -283,7 +278,6 @@ def measured_sentence(runs: Sequence[RealRun]) -> str:
 
 
 def _section(answer: Answer, where: str, text: str, runs: Sequence[RealRun] | None) -> ReportSection:
-    """A question of the report, with its runs; None for one that was not run."""
     name, chosen = answer.question.model.name, answer.evaluation.result.to_dict() if answer.fits else None
     if runs is not None:
         shown = [report_run(run.evaluation, run.seen, run.comparison) for run in runs]

@@ -243,7 +243,6 @@ def _needing(name: str, *needed: Check, found: str) -> Check:
 
 
 def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
-    """A rank per GPU, each with room for a model; the line names a GPU that others use."""
     count = len(found.gpus)
     ranks = f"--nproc up to {count}, a GPU each"
     check = _needing(name, *needed, found=ranks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -20,29 +19,18 @@ from parsim.app.calibration import Calibration, calibration_request, device_here
 from parsim.app.check import Checked, check_question
 from parsim.app.config import THIS_MACHINE, Granularity, LargestOf, Question, keys_by_name
 from parsim.app.doctor import progress
-from parsim.app.judging import updatable
-from parsim.app.launch import check_launchable
 from parsim.app.load import cache_path
-from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
-from parsim.app.prices import CostTable, collective_row, component_rows
-from parsim.app.question import is_run_file, question_from_file, question_of
-from parsim.app.sections import MOST_SAMPLES
-from parsim.app.training_checks import check_images_suit
-from parsim.costs.costs import Costs
+from parsim.app.question import is_run_file, question_of
 from parsim.errors import ConfigError, near_matches
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import is_shorthand, machines_of
-from parsim.model.formats import Numerics, model_in, recorded_weights
-from parsim.model.load import load_model, model_from_module
+from parsim.model.load import model_from_module
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from parsim.app.watch import Destination, WatchedTraining
 
 
 AskedModel: TypeAlias = "str | Path | Model | nn.Module"
@@ -51,7 +39,7 @@ KEYS = keys_by_name()
 Asks = TypeVar("Asks", bound=Callable[..., Any])
 
 
-def _takes_keys(function: Asks) -> Asks:
+def takes_keys(function: Asks) -> Asks:
     """A function whose signature lists every key of a run file in place of `**keys`, for help and completion."""
     signature = inspect.signature(function)
     named = {name: entry for name, entry in signature.parameters.items() if entry.kind is not inspect.Parameter.VAR_KEYWORD}
@@ -61,7 +49,7 @@ def _takes_keys(function: Asks) -> Asks:
     return function
 
 
-@_takes_keys
+@takes_keys
 def plan(
     model: AskedModel,
     cluster: AskedCluster | None = None,
@@ -111,16 +99,16 @@ def plan(
     >>> list(answer.table().columns[:4])
     ['strategy', 'plan', 'chosen', 'step_s']
     """
-    question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
+    question = question_by_name(model, cluster, global_batch, settings, keys, overrides, example_inputs)
     if largest is None:
-        return _ask(question, top=top)
-    from parsim.app.largest import largest as find_largest
+        return ask_aloud(question, top=top)
+    from parsim.app.check import largest as find_largest
 
     with progress(f"Looking for the largest {largest} of {question.model.name} on {question.cluster.in_words}") as say:
         return find_largest(question, largest, say)
 
 
-@_takes_keys
+@takes_keys
 def check(
     model: AskedModel,
     cluster: AskedCluster | None = None,
@@ -145,12 +133,12 @@ def check(
     >>> checked.verdict, checked.exit_status, len(checked.helps) <= 3
     ('fits', 0, True)
     """
-    question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
+    question = question_by_name(model, cluster, global_batch, settings, keys, overrides, example_inputs)
     with progress(f"Checking {question.model.name} on {question.cluster.in_words}"):
         return check_question(question)
 
 
-@_takes_keys
+@takes_keys
 def simulate(
     model: AskedModel | Answer | Prediction,
     cluster: AskedCluster | None = None,
@@ -189,207 +177,13 @@ def simulate(
     check_options(engine, path, whole_run)
     if isinstance(model, Answer | Prediction):
         beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "example_inputs": example_inputs}
-        _check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
+        check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
         prediction = model.prediction if isinstance(model, Answer) else model
     else:
-        question = _question(model, cluster, global_batch, settings, keys, overrides, example_inputs)
-        prediction = whole(_ask(question)).prediction
+        question = question_by_name(model, cluster, global_batch, settings, keys, overrides, example_inputs)
+        prediction = whole(ask_aloud(question)).prediction
     with progress(f"Simulating {prediction.plan.summary()}"):
         return simulate_prediction(prediction, engine=engine, scenario=path, whole_run=whole_run)
-
-
-@_takes_keys
-def run(
-    model: str | Path | Answer | Prediction,
-    cluster: str | Path | Calibration | None = None,
-    *,
-    global_batch: int | None = None,
-    nproc: int | None = None,
-    steps: int | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    checkpoint_every: int | None = None,
-    adaptive: bool = False,
-    window_steps: int = 20,
-    timeout_s: float = 30.0,
-    elastic: bool = False,
-    max_restarts: int = 3,
-    settings: Mapping[str, object] | None = None,
-    overrides: Sequence[str] = (),
-    **keys: Any,
-) -> Measured:
-    """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
-
-    The processes are started as separate programs: a script needs no `if __name__ == "__main__"`.
-
-    Args:
-        model: a Prediction, an Answer (its chosen plan), or the name of a model as for `plan`, with cluster, global_batch and
-            keys.
-        nproc: processes; default: one per rank of the plan. Any other number is an error.
-        steps: steps to train; default: as in the question, or one pass over the data.
-        keys, settings, overrides: as for `plan`.
-        out: folder of the run; default: a new one under runs/. resume: continue from the latest checkpoint in it.
-        checkpoint_every: steps between checkpoints; 0: at the end only; None: about every minute, if that takes less than 2% of
-            the time.
-        adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
-        timeout_s: a process that is stopped, or makes no progress, for longer ends the run.
-        elastic: if a rank dies, restart from the latest checkpoint, at most `max_restarts` times. A device on which ranks have
-            died twice is dropped, and the others get a new plan.
-
-    Raises:
-        ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
-            as a value, which the processes cannot build), ExecutionError (a rank failed).
-    """
-    from parsim.app.train import check_options, train
-
-    check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
-    if isinstance(model, Answer | Prediction):
-        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "overrides": overrides or None}
-        _check_nothing_beside(model, **beside, **keys)
-        prediction = model.chosen if isinstance(model, Answer) else model
-        name = prediction.problem.model.name
-    else:
-        question = _question(model, cluster, global_batch, settings, keys, overrides)
-        check_launchable(question)
-        if question.source.model is None:
-            check_images_suit(question)
-        prediction, name = whole(_ask(question, runs_here=True)).prediction, question.source.name
-    if steps is not None:
-        if steps < 1:
-            raise ConfigError(f"steps = {steps}: must be >= 1")
-        training = prediction.question.training.model_copy(update={"steps": steps})
-        prediction = replace(prediction, question=prediction.question.changed(training=training))
-    return train(
-        prediction,
-        nproc=nproc,
-        out=None if out is None else Path(out),
-        name=name,
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        adaptive=adaptive,
-        window_steps=window_steps,
-        timeout_s=_positive_s("timeout_s", timeout_s),
-        elastic=elastic,
-        max_restarts=max_restarts,
-    )
-
-
-@_takes_keys
-def watch(
-    model: AskedModel | Answer | Prediction,
-    cluster: AskedCluster | None = None,
-    *,
-    global_batch: int | None = None,
-    to: Destination | tuple[Destination, ...] = (),
-    every: int = 20,
-    example_inputs: Any = None,
-    settings: Mapping[str, object] | None = None,
-    overrides: Sequence[str] = (),
-    **keys: Any,
-) -> WatchedTraining:
-    """Predict the step of a training loop of your own, and compare while it runs.
-
-    Call `step()` of the result after every optimizer step, or give a trainer its `lightning()` or `hugging_face()`.
-
-    Args:
-        model, cluster, global_batch, example_inputs, keys, settings, overrides: as for `plan`. strategy: "single" by default,
-            "dp" where more processes train (WORLD_SIZE). Or an Answer (its chosen plan) or a Prediction alone.
-        to: "tensorboard", "wandb", "mlflow", "trackio" or several: where each window's mean step goes, beside the prediction.
-        every: steps of a window.
-
-    Raises:
-        ParsimError: as `plan`; ConfigError if other processes train than the plan has ranks; MissingDependencyError.
-
-    >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, devices=1, strategy="single")
-    >>> watch(predicted, every=2).steps
-    0
-    """
-    from parsim.app.watch import watched, world_size_here
-
-    if isinstance(model, Answer | Prediction):
-        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "example_inputs": example_inputs}
-        _check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
-        prediction = model.chosen if isinstance(model, Answer) else model
-    else:
-        if not any("strategy" in text for text in (*keys, *(settings or {}), *overrides)):
-            keys["strategy"] = "single" if (world_size_here() or 1) == 1 else "dp"
-        prediction = whole(_ask(_question(model, cluster, global_batch, settings, keys, overrides, example_inputs))).prediction
-    return watched(prediction, to, every)
-
-
-def validate(
-    target: str | Path | Answer | Prediction,
-    *,
-    out: str | Path | None = None,
-    rounds: int = 10,
-    tasks: bool = False,
-    history: str | Path | None = None,
-    session: str | None = None,
-    update: bool = False,
-    timeout_s: float = 30.0,
-    overrides: Sequence[str] = (),
-) -> Measured:
-    """Compare a prediction with a measurement, of an existing run or of new rounds; record the result in the profile's
-    history.
-
-    Args:
-        target: the folder of a run; or, for a new measurement, a run file, a Prediction or an Answer.
-        rounds: of a new measurement, at least 4, because the A/A floor splits them. tasks: keep every task in the JSON.
-        out: folder of a new run. overrides: as for `plan`.
-        history: record the validation in this file instead of the profile's own.
-        session: name of measurements made together; a correction from one of them is never tested on another.
-        update: write the run's factors relative to the profile into the profile. timeout_s: as `run`.
-
-    Raises:
-        ParsimError: as `run`; ConfigError for an update of a shipped profile.
-    """
-    from parsim.app.train import validate as measure
-    from parsim.app.train import validate_again, with_history
-
-    place = None if history is None else Path(history)
-    if isinstance(target, str | Path) and Path(target).is_dir():
-        return validate_again(Path(target), history=place, tasks=tasks, session=session, update=update)
-    if rounds < 4:
-        raise ConfigError(f"rounds = {rounds}: the A/A floor splits them into halves of at least 2; measure 4 or more")
-    if isinstance(target, Answer | Prediction):
-        prediction = target.chosen if isinstance(target, Answer) else target
-        name = prediction.problem.model.name
-        if place is not None:
-            prediction = replace(prediction, question=with_history(prediction.question, place))
-    else:
-        question = question_from_file(Path(target), overrides)
-        if place is not None:
-            question = with_history(question, place)
-        if update:
-            updatable(question)
-        check_launchable(question)
-        with progress("Planning"):
-            prediction, name = whole(ask(question, runs_here=True)).prediction, question.source.name
-    return measure(
-        prediction,
-        out=None if out is None else Path(out),
-        name=f"{name}-validation",
-        rounds=rounds,
-        tasks=tasks,
-        session=session,
-        update=update,
-        timeout_s=_positive_s("timeout_s", timeout_s),
-    )
-
-
-def open_run(folder: str | Path) -> Measured:
-    """Read the results of an earlier run, and compare them with the profile, history and plan in its folder.
-
-    Args:
-        folder: a run folder, as `parsim.run` made it.
-
-    Raises:
-        ConfigError: it is not a run folder.
-        ExecutionError: it was simulated and never run.
-    """
-    from parsim.app.train import open_measured
-
-    return open_measured(Path(folder))
 
 
 def calibrate(
@@ -423,76 +217,12 @@ def calibrate(
     """
     keys = {"optimizer": optimizer, "args": args, "input_shape": input_shape, "granularity": granularity}
     cluster = None if is_run_file(model) else THIS_MACHINE
-    question = _question(model, cluster, global_batch, None, keys)
+    question = question_by_name(model, cluster, global_batch, None, keys)
     path = cache_path(question) if out is None else Path(out)
     if out is None:
         path.parent.mkdir(parents=True, exist_ok=True)
     request = calibration_request([question], device=device or device_here(), nproc=nproc, quick=quick)
     return Calibration(path=path, profile=measure_machine(request, path))
-
-
-def cost(
-    cluster: AskedCluster,
-    *,
-    collective: str | None = None,
-    size_bytes: int | None = None,
-    ranks: Sequence[int] | None = None,
-    nodes: int = 1,
-    network: str | None = None,
-    model: str | Model | None = None,
-    batch: int | None = None,
-    args: Mapping[str, Any] | None = None,
-    input_shape: Sequence[int] | None = None,
-    granularity: Granularity = "block",
-    ways: int | None = None,
-    precision: str = "fp32",
-    optimizer: str = "sgd_momentum",
-) -> CostTable:
-    """Price a collective, or every component of a model, and name the source of each price.
-
-    Args:
-        cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
-        collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
-            nccl-tests counts it. ranks: of the group; default: all.
-        model: price every component instead, at `batch` local samples, with args, input_shape, granularity, precision and
-            optimizer. ways: also price one of that many tensor-parallel shards of every component that has them.
-
-    Raises:
-        ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
-
-    >>> price = cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=100_000_000).to_dict()
-    >>> price["algorithm"], 0.001 < price["seconds"]["median"] < 0.01
-    ('ring', True)
-    """
-    if (collective is None) == (model is None):
-        raise ConfigError("give either collective with size_bytes, or model with batch")
-    if not isinstance(cluster, Cluster):
-        cluster = load_cluster(cluster, nodes=nodes, network=network)
-    elif nodes != 1 or network is not None:
-        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
-    title = f"Costs on {cluster.name}"
-    if collective is not None:
-        if size_bytes is None:
-            raise ConfigError(f"collective = {collective!r} needs size_bytes, the size of the whole array")
-        group = tuple(range(cluster.size)) if ranks is None else tuple(ranks)
-        document = collective_row(cluster, collective, size_bytes, group)
-        return CostTable(title=title, rows=(document,), document=document)
-    if batch is None:
-        raise ConfigError("a model's costs need batch, the local samples that every component sees")
-    if batch > MOST_SAMPLES:
-        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
-    if isinstance(model, Model):
-        priced = model
-    else:
-        shape = None if input_shape is None else tuple(input_shape)
-        spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
-        priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
-    numerics = Numerics(precision=precision, optimizer=optimizer)
-    costs = Costs(model=model_in(priced, precision), cluster=cluster, numerics=numerics)
-    rows = tuple(component_rows(costs, batch, ways))
-    name = priced.name if isinstance(model, Model) else model
-    document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
-    return CostTable(title=title, rows=rows, document=document)
 
 
 def trace(
@@ -559,7 +289,7 @@ def load_cluster(
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
 
-def _question(
+def question_by_name(
     model: AskedModel,
     cluster: AskedCluster | None,
     global_batch: int | None,
@@ -588,21 +318,15 @@ def _question(
     )
 
 
-def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
+def ask_aloud(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
     with progress(f"Planning {question.model.name} on {question.cluster.in_words}") as say:
         return ask(question, top=top, runs_here=runs_here, say=say)
 
 
-def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:
+def check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:
     beside = [name for name, value in arguments.items() if value is not None]
     if beside:
         raise ConfigError(
             f"{beside[0]} was given beside {'an Answer' if isinstance(result, Answer) else 'a Prediction'}, which says it "
             "itself; drop it, or plan again with it"
         )
-
-
-def _positive_s(name: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} = {value}: must be a number of seconds above 0")
-    return value

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.app.config import Question
-from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
+from parsim.engines.whole_run import daly_interval_s, expected_run_s, young_interval_s
 from parsim.errors import ProfileError
-from parsim.hardware.instances import instance_named
-from parsim.hardware.parts import load_gpu
+from parsim.hardware.parts import instance_named, load_gpu
 from parsim.model.formats import operator_precision
 from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
 from parsim.predict.evaluate import Evaluation
@@ -65,8 +64,7 @@ class RunningCosts:
 class Losses:
     """What failures cost, by Daly's model: exponential gaps, checkpoints at the best interval.
 
-    Attributes:
-        machine_mtbf_s: of all devices together. interval_s: of training between checkpoints, Daly's; young_s: Young's.
+    Attributes: machine_mtbf_s: of all devices together. interval_s: of training between checkpoints, Daly's; young_s: Young's.
         failures: expected. days: with all of it. lost_fraction: of the days that is not a training.
     """
 
@@ -164,8 +162,7 @@ class TrainingRun:
 def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
     """The expected cost of failures and checkpoints.
 
-    Args:
-        work_s: seconds of steps. devices: each of which stops the job when it fails. operation: of the machine.
+    Args: work_s: seconds of steps. devices: each of which stops the job when it fails. operation: of the machine.
     """
     mtbf_s = operation.device_mtbf_s / devices
     interval_s = min(work_s, max(daly_interval_s(operation.checkpoint_s, mtbf_s), 1e-9))
@@ -186,9 +183,8 @@ def training_run(
 ) -> TrainingRun:
     """What so many tokens or samples take.
 
-    Args:
-        amount: of `unit` ("tokens", "samples"), to train on. per_step: of the global batch. step_s: predicted.
-        devices: of the plan, which fail and draw power. paid: of the cluster.
+    Args: amount: of `unit` ("tokens", "samples"), to train on. per_step: of the global batch. step_s: predicted. devices: of
+        the plan, which fail and draw power. paid: of the cluster.
     """
     steps = math.ceil(amount / per_step)
     days = Interval(**{name: steps * value / DAY_S for name, value in step_s.to_dict().items()})
@@ -300,8 +296,7 @@ class Quoted:
 def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:
     """The figures of one plan of a language model; None for other models, or where the device has no peak for the precision.
 
-    Args:
-        config: the question: price, failures and tokens. problem: model and cluster. evaluation: of the plan.
+    Args: config: the question: price, failures and tokens. problem: model and cluster. evaluation: of the plan.
     """
     model, plan = problem.model, evaluation.result.plan
     tokens = tokens_per_sample(model)

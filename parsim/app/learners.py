@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parsim.app.config import Question
-from parsim.data.datasets import dataset_for, target_of
+from parsim.data import dataset_for, target_of
 from parsim.data.samples import BatchOrder
 from parsim.data.shards import ShardedOrder, deal
 from parsim.errors import AlgorithmError, DataError, ModelError
@@ -22,8 +22,17 @@ from parsim.plans.synchronisation import Synchronisation
 from parsim.program.passes.rounds import fragments_of
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, SampleOrder, check_room
-from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
+from parsim.relaxed.replicas import (
+    LOCAL_OPTIMIZERS,
+    LearningCourse,
+    LearntSteps,
+    LocalOptimizer,
+    LocalTraining,
+    SampleOrder,
+    check_room,
+    course_to,
+    learnt_steps,
+)
 
 HIDDEN = (64,)
 RATES = (0.1, 0.2, 0.4)
@@ -59,8 +68,7 @@ class Learner:
     def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
         """Steps to a score over seeds (of weights and order), at the best learning rate, under a plan of the rule.
 
-        Raises:
-            AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
+        Raises: AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
         """
         parts = self._stages(plan) if rule.is_stale else self._fragments(plan) if rule.fragments > 1 else ()
         replicas = plan.mesh.dp if rule.mixes else 1
@@ -73,7 +81,6 @@ class Learner:
         return learnt_steps(course, self.rates, seeds, most_steps)
 
     def _order(self, replicas: int, seed: int) -> SampleOrder:
-        """Which samples each step trains on."""
         if self.shards is None:
             return BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
         shards = deal(self.shards, self.problem.targets.flatten().numpy(), replicas, seed=seed)
@@ -96,7 +103,6 @@ class Learner:
         return tuple(tuple(name for layer in part for name in layers[layer]) for part in parts)
 
     def _layers(self) -> list[list[str]]:
-        """The parameters of each layer of what learns."""
         layers: dict[str, list[str]] = {}
         for name, _ in self.training(self.rates[0], 0).tensors:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
@@ -118,8 +124,7 @@ class Learner:
 def learner_of(question: Question, model: Model, replicas: int) -> Learner:
     """The model asked for, if it trains on digits without buffers or randomness and so many replicas fit; else the stand-in.
 
-    Raises:
-        AlgorithmError: the digits have fewer samples than replicas.
+    Raises: AlgorithmError: the digits have fewer samples than replicas.
     """
     training, batch = question.training, question.training.global_batch
     why = why_not(question, replicas)
@@ -207,8 +212,7 @@ def own_module(question: Question, seed: int) -> nn.Module:
 def own_problem(question: Question) -> LearningProblem:
     """The digits as the model takes them; the order of samples is that of a run.
 
-    Raises:
-        DataError: the model does not classify images.
+    Raises: DataError: the model does not classify images.
     """
     spec = question.model_spec
     if target_of(spec).task != "classify":

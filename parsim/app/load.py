@@ -23,18 +23,15 @@ from parsim.execute.processes.machine import describe_environment, differences_f
 from parsim.files import cache_folder, parse_json, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
-from parsim.hardware.network import load_network, with_cards
-from parsim.hardware.parts import load_gpu
+from parsim.hardware.parts import load_gpu, load_network, with_cards
 from parsim.hardware.profile import HostMemory, Profile, SourceEntry
-from parsim.model.catalogue.convolution import convolutions, run_by
-from parsim.model.catalogue.frameworks import hosted
+from parsim.model.catalogue.frameworks import convolutions, hosted, run_by
 from parsim.model.catalogue.names import is_transformer, shape_of
 from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.divided import ExpertRouting
 from parsim.model.formats import Numerics, recorded_weights
-from parsim.model.layers import all_layers_of
 from parsim.model.load import load_model
-from parsim.model.model import SUBLAYER, Model
-from parsim.model.routing import ExpertRouting
+from parsim.model.model import SUBLAYER, Model, all_layers_of
 from parsim.model.tuning import check_storage
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.mesh import check_mesh
@@ -257,8 +254,7 @@ def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
 def model_of(config: Question) -> Model:
     """The Model of [model]; a JSON that Model.save wrote is read as it is, without torch.
 
-    Raises:
-        ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
+    Raises: ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
     """
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
@@ -302,8 +298,7 @@ def is_saved_model(path: Path) -> bool:
 def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     """The plan of strategy "custom" or of a plan file; None where plans are searched for.
 
-    Raises:
-        PlanError: the plan contradicts the model, the batch or the cluster. ConfigError: so does a pattern of placements.
+    Raises: PlanError: the plan contradicts the model, the batch or the cluster. ConfigError: so does a pattern of placements.
     """
     table = config.plan
     if table.plan_path is not None:
@@ -364,9 +359,8 @@ def profiles_folder() -> Path:
 def on_this_machine(config: Question) -> Question:
     """The question with `cluster.profile = "this-machine"` replaced by the path of the profile; another profile stays.
 
-    Raises:
-        ConfigError: nodes > 1, or a Model given as a value that no kept profile has measured. MissingDependencyError: without
-            torch. ProfileError, ExecutionError: the calibration failed.
+    Raises: ConfigError: nodes > 1, or a Model given as a value that no kept profile has measured. MissingDependencyError:
+        without torch. ProfileError, ExecutionError: the calibration failed.
     """
     if config.cluster.profile != THIS_MACHINE:
         return config

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.assumed_framework import AssumedFramework
 from parsim.app.config import Question
-from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
 from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
 from parsim.app.question import taken_defaults
-from parsim.app.step_size import StepSize, step_size
+from parsim.app.relaxed import StepSize, step_size
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
@@ -25,15 +23,18 @@ from parsim.predict.explain import Explanation, explain_plan
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
-from parsim.report.notebook import table_html
 from parsim.report.picture import plotted
 from parsim.report.tables import (
     ReportTable,
+    breakdown_frame,
     breakdown_table,
     format_rate,
     interval_texts,
+    memory_frame,
     memory_table,
     strategy_table,
+    table_html,
+    timeline_frame,
     to_text,
 )
 from parsim.report.trace import task_label
@@ -41,6 +42,45 @@ from parsim.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+ALIKE = 0.005
+"""Of the step: below this, frameworks take equally long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedFramework:
+    """Attributes: name: as which the answer is priced, with the year of an old version. by: what speaks for it. others:
+    likewise plausible for the plan, with the step over that of the assumed one.
+    """
+
+    name: str
+    by: str
+    others: tuple[tuple[str, float], ...]
+
+    def text(self) -> str:
+        """`framework not given: priced as megatron, by tp 8; torchtitan would be 12% slower`."""
+        parts = [f"framework not given: priced as {self.name}, by {self.by}"]
+        unlike = [other for other in self.others if abs(other[1] - 1) >= ALIKE]
+        if unlike:
+            parts.append(", ".join(f"{name} would be {_beside(ratio)}" for name, ratio in unlike))
+        elif self.others:
+            parts.append(f"{' and '.join(name for name, _ in self.others)} would take as long")
+        return "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"assumed": self.name, "by": self.by, "others": dict(self.others)}
+
+    def spanned(self, problem: PlanningProblem) -> PlanningProblem:
+        """The problem whose interval reaches to what all of them take."""
+        learnt, steps = problem.learnt, [ratio for _, ratio in self.others]
+        low, high = min([learnt.low, *steps]), max([learnt.high, *steps])
+        return problem if (low, high) == (learnt.low, learnt.high) else problem.knowing(replace(learnt, low=low, high=high))
+
+
+def _beside(ratio: float) -> str:
+    return f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,6 +249,10 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
+        return describe(self.evaluation) | self.parts()
+
+    def parts(self) -> dict[str, Any]:
+        """What is known of some plans alone, as JSON; None where it is not."""
         parts = {
             "quoted": self.quoted,
             "samples_run": self.samples_run,
@@ -216,7 +260,7 @@ class Prediction:
             "framework": self.assumed_framework,
             "step_size": self.step_size,
         }
-        return describe(self.evaluation) | {key: None if part is None else part.to_dict() for key, part in parts.items()}
+        return {key: None if part is None else part.to_dict() for key, part in parts.items()}
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
@@ -249,7 +293,6 @@ class Prediction:
         return table_html(strategies) + table_html(breakdown)
 
     def _tables(self) -> tuple[ReportTable, ReportTable, ReportTable]:
-        """The plan, the categories of its step, and its memory."""
         document = describe(self.evaluation)
         title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
         return (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.frames import frame
+from parsim.app.config import Granularity
+from parsim.app.functions import AskedCluster, load_cluster
+from parsim.app.sections import MOST_SAMPLES
 from parsim.costs.adjustments import adjusted, price_context
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
@@ -15,9 +17,12 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster
+from parsim.model.formats import Numerics, model_in, recorded_weights
+from parsim.model.load import load_model
+from parsim.model.model import Model
 from parsim.model.optimizers import update_steps
-from parsim.report.notebook import table_html
-from parsim.report.tables import cost_table, to_text
+from parsim.model.spec import ModelSpec
+from parsim.report.tables import cost_table, frame, table_html, to_text
 from parsim.work import Collective, Compute, Phase, SendRecv
 
 if TYPE_CHECKING:
@@ -157,3 +162,67 @@ class CostTable:
 
     def _repr_html_(self) -> str:
         return table_html(cost_table(self.rows, title=self.title))
+
+
+def cost(
+    cluster: AskedCluster,
+    *,
+    collective: str | None = None,
+    size_bytes: int | None = None,
+    ranks: Sequence[int] | None = None,
+    nodes: int = 1,
+    network: str | None = None,
+    model: str | Model | None = None,
+    batch: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity = "block",
+    ways: int | None = None,
+    precision: str = "fp32",
+    optimizer: str = "sgd_momentum",
+) -> CostTable:
+    """Price a collective, or every component of a model, and name the source of each price.
+
+    Args:
+        cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
+        collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
+            nccl-tests counts it. ranks: of the group; default: all.
+        model: price every component instead, at `batch` local samples, with args, input_shape, granularity, precision and
+            optimizer. ways: also price one of that many tensor-parallel shards of every component that has them.
+
+    Raises:
+        ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
+
+    >>> price = cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=100_000_000).to_dict()
+    >>> price["algorithm"], 0.001 < price["seconds"]["median"] < 0.01
+    ('ring', True)
+    """
+    if (collective is None) == (model is None):
+        raise ConfigError("give either collective with size_bytes, or model with batch")
+    if not isinstance(cluster, Cluster):
+        cluster = load_cluster(cluster, nodes=nodes, network=network)
+    elif nodes != 1 or network is not None:
+        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
+    title = f"Costs on {cluster.name}"
+    if collective is not None:
+        if size_bytes is None:
+            raise ConfigError(f"collective = {collective!r} needs size_bytes, the size of the whole array")
+        group = tuple(range(cluster.size)) if ranks is None else tuple(ranks)
+        document = collective_row(cluster, collective, size_bytes, group)
+        return CostTable(title=title, rows=(document,), document=document)
+    if batch is None:
+        raise ConfigError("a model's costs need batch, the local samples that every component sees")
+    if batch > MOST_SAMPLES:
+        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
+    if isinstance(model, Model):
+        priced = model
+    else:
+        shape = None if input_shape is None else tuple(input_shape)
+        spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
+        priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
+    numerics = Numerics(precision=precision, optimizer=optimizer)
+    costs = Costs(model=model_in(priced, precision), cluster=cluster, numerics=numerics)
+    rows = tuple(component_rows(costs, batch, ways))
+    name = priced.name if isinstance(model, Model) else model
+    document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
+    return CostTable(title=title, rows=rows, document=document)

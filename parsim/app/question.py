@@ -112,8 +112,7 @@ def left_out_text(question: Question) -> str:
 def precision_text(assumed: Mapping[str, Any], peak_flop_per_s: Mapping[str, float]) -> str:
     """What the default fp32 leaves unused of a device with bf16; empty otherwise.
 
-    Args:
-        assumed: keys with the defaults that were taken. peak_flop_per_s: of the device, by precision.
+    Args: assumed: keys with the defaults that were taken. peak_flop_per_s: of the device, by precision.
     """
     full, half = peak_flop_per_s.get("fp32"), peak_flop_per_s.get("bf16")
     if assumed.get("training.precision") != "fp32" or not full or not half or half < 2 * full:
@@ -179,10 +178,8 @@ def question_of(
         global_batch: samples per step over all replicas; None: `with_batch`.
         settings: further keys of a run file, such as {"plan.strategy": "dp"}. overrides: the same as texts of `--set`.
         example_inputs: of an nn.Module: a batch as the module takes it; left out: `settings["model.input_shape"]` counts.
-
-    Raises:
-        ConfigError: the cluster is missing, or it or a batch stands beside a run file; a wrong key or value.
-        ModelError: an unknown model.
+    Raises: ConfigError: the cluster is missing, or it or a batch stands beside a run file; a wrong key or value. ModelError: an
+        unknown model.
     """
     if isinstance(model, str | Path) and not is_known(str(model)) and is_framework_file(Path(model)):
         return _question_of_recipe(Path(model), cluster, global_batch, settings, overrides)
@@ -244,7 +241,6 @@ def _question_of_recipe(
     settings: Mapping[str, object] | None,
     overrides: Sequence[str],
 ) -> Question:
-    """The question that a file of a framework asks; what is given beside it counts more."""
     recipe = read_recipe(path)
     given = flat_table(changes_of(settings, overrides))
     if global_batch is not None:
@@ -279,8 +275,7 @@ def _question_of_recipe(
 def per_node_of(changes: Mapping[str, Any]) -> int | None:
     """The GPUs of a node that changes set, where the number of nodes follows from it; None where they do not.
 
-    Args:
-        changes: nested tables, as `parsim.app.config_text.changes_of` returns them.
+    Args: changes: nested tables, as `parsim.app.config_text.changes_of` returns them.
     """
     table = changes.get("cluster")
     per_node = table.get("gpus_per_node") if isinstance(table, dict) and "nodes" not in table else None
@@ -288,7 +283,6 @@ def per_node_of(changes: Mapping[str, Any]) -> int | None:
 
 
 def _cluster_table(text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm" in nodes as the changes say."""
     if not is_shorthand(text):
         return {"profile": text}
     machines = machines_of(text, per_node_of(changes))
@@ -339,8 +333,7 @@ def _traced_model(module: Any, example_inputs: Any, question: Question) -> Model
 def taken_defaults(question: Question, devices: int | None = None) -> dict[str, Any]:
     """The keys that a question left open and that a prediction depends on, with the values taken for them.
 
-    Args:
-        devices: how many the loaded cluster has, for a question that names none.
+    Args: devices: how many the loaded cluster has, for a question that names none.
     """
     source = question.source
     values = {"plan": question.plan.plan_path, "model": source.model, "cluster": source.cluster}
@@ -369,11 +362,8 @@ def taken_defaults(question: Question, devices: int | None = None) -> dict[str, 
 def importable(question: Question, folder: Path) -> Question:
     """Put the folder that holds the module of a name "package.module:ROW" first on the import path.
 
-    Args:
-        folder: of the run file, or the current directory; it becomes `model.import_folder` if it holds such a module.
-
-    Raises:
-        ConfigError: another module of that name was imported before, so this process would use it instead.
+    Args: folder: of the run file, or the current directory; it becomes `model.import_folder` if it holds such a module.
+    Raises: ConfigError: another module of that name was imported before, so this process would use it instead.
     """
     names = references(question.to_dict())
     if question.model.import_folder is None:
@@ -400,8 +390,7 @@ def with_batch(question: Question) -> Question:
 
     The devices, and the replicas and microbatches that are asked for, divide it.
 
-    Raises:
-        ProfileError: the cluster that the question names cannot be read.
+    Raises: ProfileError: the cluster that the question names cannot be read.
     """
     training, plan = question.training, question.plan
     if training.names_batch:
@@ -420,9 +409,8 @@ def with_batch(question: Question) -> Question:
 def with_usual(question: Question) -> Question:
     """The question with the defaults of a transformer, which still count as left open; itself for any other model.
 
-    Raises:
-        ProfileError: the cluster that the question names cannot be read.
-        ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
+    Raises: ProfileError: the cluster that the question names cannot be read. ConfigError: an axis of plan.mesh does not divide
+        the model, or a key belongs to another precision.
     """
     name, training = question.model.name, question.training
     row = named(name)
@@ -448,8 +436,7 @@ def with_components(question: Question) -> Question:
     A rank communicates between components alone, and tensor parallelism sums after each half of a layer. So blocks and single
     layers would be priced as other plans than those that frameworks run. A granularity that is replaced counts as left open.
 
-    Raises:
-        ProfileError: the cluster that the question names cannot be read.
+    Raises: ProfileError: the cluster that the question names cannot be read.
     """
     name = question.model.name
     if _names_components(question.plan) or (name.endswith(".json") and is_saved_model(Path(name))):

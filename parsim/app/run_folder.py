@@ -162,8 +162,7 @@ MENTIONED = (
 def held(folder: RunFolder) -> Iterator[None]:
     """Nobody else trains in the folder meanwhile; a process that dies lets go of it.
 
-    Raises:
-        ConfigError: another process trains there.
+    Raises: ConfigError: another process trains there.
     """
     make_private(folder.path)
     with sole_user(folder.path) as is_sole:
@@ -206,8 +205,7 @@ def resumption(folder: RunFolder, config: Question, steps: int) -> Resumption:
 
     Removes what a killed training left half written. Called while the folder is held.
 
-    Raises:
-        ConfigError: no run folder, a training of something else, checkpoints that are all damaged, or one beyond `steps`.
+    Raises: ConfigError: no run folder, a training of something else, checkpoints that are all damaged, or one beyond `steps`.
     """
     before = folder.read_config()
     _check_same(folder, before, config)
@@ -251,7 +249,6 @@ def resumption(folder: RunFolder, config: Question, steps: int) -> Resumption:
 
 
 def _check_same(folder: RunFolder, before: Question, config: Question) -> None:
-    """Raise ConfigError where a training of something else begins, with every key that differs."""
     old, new = _identity(before), _identity(config)
     if before.model.name == config.model.name:  # two models of one name differ in arguments or inputs
         for identity, question in ((old, before), (new, config)):

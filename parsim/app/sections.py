@@ -22,16 +22,14 @@ from parsim.data import DATASETS
 from parsim.data.shards import parse_shards, shards_text
 from parsim.errors import ConfigError, ParsimError, ProfileError, near_matches
 from parsim.execute.job import PLATEAU, TrainingRecipe, UpdateGroup
-from parsim.hardware.instances import instance_named, instance_names
-from parsim.hardware.network import CardCount
-from parsim.hardware.parts import Machines, load_gpu
+from parsim.hardware.parts import CardCount, Machines, instance_named, instance_names, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.catalogue.convolution import ConvolutionSoftware
-from parsim.model.catalogue.frameworks import FRAMEWORKS, Framework, Guess, framework_of
+from parsim.model.catalogue.frameworks import FRAMEWORKS, ConvolutionSoftware, Framework, Guess, framework_of
 from parsim.model.catalogue.names import ATTENTION, FUSED_PERMUTATION, KERNEL
-from parsim.model.formats import FORMATS, FULL_BYTES, Numerics, check_planned, number_format
+from parsim.model.component import FULL_BYTES
+from parsim.model.divided import Dispatcher, ExpertRouting
+from parsim.model.formats import FORMATS, Numerics, check_planned, number_format
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.routing import Dispatcher, ExpertRouting
 from parsim.model.tuning import TuningKey
 from parsim.registry import RowOf, as_key_error
 

@@ -11,10 +11,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.app.answer import Answer
+from parsim.app.ask import whole
+from parsim.app.functions import AskedCluster, AskedModel, ask_aloud, check_nothing_beside, question_by_name, takes_keys
 from parsim.app.prediction import Prediction
 from parsim.errors import ConfigError, near_matches, require
 from parsim.plans.plan import plan_in_words
@@ -247,8 +250,37 @@ def hugging_face_callback(watch: WatchedTraining) -> Any:
     return WatchCallback()
 
 
-def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], every: int) -> WatchedTraining:
-    """One that has said what it predicts. Raises ConfigError: no steps, an unknown destination, other processes."""
+@takes_keys
+def watch(
+    model: AskedModel | Answer | Prediction,
+    cluster: AskedCluster | None = None,
+    *,
+    global_batch: int | None = None,
+    to: Destination | tuple[Destination, ...] = (),
+    every: int = 20,
+    example_inputs: Any = None,
+    settings: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    **keys: Any,
+) -> WatchedTraining:
+    """Predict the step of a training loop of your own, and compare while it runs.
+
+    Call `step()` of the result after every optimizer step, or give a trainer its `lightning()` or `hugging_face()`.
+
+    Args:
+        model, cluster, global_batch, example_inputs, keys, settings, overrides: as for `plan`. strategy: "single" by default,
+            "dp" where more processes train (WORLD_SIZE). Or an Answer (its chosen plan) or a Prediction alone.
+        to: "tensorboard", "wandb", "mlflow", "trackio" or several: where each window's mean step goes, beside the prediction.
+        every: steps of a window.
+
+    Raises:
+        ParsimError: as `plan`; ConfigError if other processes train than the plan has ranks; MissingDependencyError.
+
+    >>> from parsim import simulate
+    >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, devices=1, strategy="single")
+    >>> watch(predicted, every=2).steps
+    0
+    """
     if every < 1:
         raise ConfigError(f"every = {every}: a window has at least one step")
     names = (to,) if isinstance(to, str) else tuple(to)
@@ -256,12 +288,22 @@ def watched(prediction: Prediction, to: Destination | tuple[Destination, ...], e
         if name not in DESTINATIONS:
             listed = ", ".join(DESTINATIONS)
             raise ConfigError(f"to = {name!r} is no destination{near_matches(name, DESTINATIONS)}; there are {listed}")
+    if isinstance(model, Answer | Prediction):
+        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "example_inputs": example_inputs}
+        check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
+        prediction = model.chosen if isinstance(model, Answer) else model
+    else:
+        if not any("strategy" in text for text in (*keys, *(settings or {}), *overrides)):
+            keys["strategy"] = "single" if (world_size_here() or 1) == 1 else "dp"
+        prediction = whole(
+            ask_aloud(question_by_name(model, cluster, global_batch, settings, keys, overrides, example_inputs))
+        ).prediction
     writes = tuple(DESTINATIONS[name]() for name in names) if _rank() == 0 else ()
-    watch = WatchedTraining(prediction=prediction, every=every, writes=writes)
+    watching = WatchedTraining(prediction=prediction, every=every, writes=writes)
     if (processes := world_size_here()) is not None:
-        watch.check_trainer(world_size=processes)
-    watch._say(str(watch).partition(";")[0])
-    return watch
+        watching.check_trainer(world_size=processes)
+    watching._say(str(watching).partition(";")[0])
+    return watching
 
 
 def world_size_here() -> int | None:

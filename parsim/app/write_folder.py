@@ -7,21 +7,20 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from parsim.app.judging import ask_again, reopen, typical_step
-from parsim.app.measured import Measured, compared
+from parsim.app.ask import ask_again, reopen
+from parsim.app.measured import Measured, compared, typical_step
 from parsim.app.prediction import Prediction, describe
 from parsim.app.run_folder import RunFolder, write_json
-from parsim.execute.metrics_file import lines_of
+from parsim.execute.metrics import lines_of
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.predict.evaluate import Evaluation
-from parsim.report.coverage import coverage_figures, coverage_tables
-from parsim.report.figures import learning_figure
-from parsim.report.more_tables import calibration_table, memory_levels
+from parsim.report.figures import coverage_figures, learning_figure
 from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.tables import calibration_table, coverage_tables, memory_levels
 from parsim.report.trace import save_chrome_trace
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def write_run_files(folder: RunFolder, asked: Prediction, run: Measured | None =
 
 
 def _learning(folder: RunFolder, asked: Prediction) -> tuple[go.Figure, str] | None:
-    """The curves of the training in a run folder; None where no step wrote its loss down."""
     lines = lines_of(folder.path)
     if not any("loss" in line for line in lines):
         return None
@@ -126,8 +124,7 @@ def write_prediction(folder: RunFolder, asked: Prediction) -> None:
 def redraw(folder: RunFolder) -> None:
     """trace.json and report.html of a run or a simulation, priced anew from the profile and plan that lie in the folder.
 
-    Raises:
-        ConfigError: it is not a run folder.
+    Raises: ConfigError: it is not a run folder.
     """
     if not folder.job.is_file():
         write_run_files(folder, ask_again(folder))

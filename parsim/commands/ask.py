@@ -28,17 +28,13 @@ from parsim.commands.output import (
     complete_model,
     on_gpus,
     page_path,
-    print_json,
-    print_picture,
-    print_tables,
+    tell,
 )
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 from parsim.plans.plan import plan_in_words
-from parsim.report.more_tables import price_tables
-from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, strategy_table
-from parsim.units import printable
+from parsim.report.tables import alone, breakdown_table, cost_table, memory_table, price_tables, strategy_table
 
 
 def plan(
@@ -104,15 +100,14 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
-    from parsim.app.check import EXIT_STATUS, verdict_of
-    from parsim.app.faster import parse_faster, what_would
+    from parsim.app.check import EXIT_STATUS, parse_faster, verdict_of, what_would
     from parsim.app.functions import plan as find_plan
 
     aim = None if faster is None else parse_faster(faster)
     if target_accuracy is None and (rules or curves or most_steps):
         raise typer.BadParameter("--rule, --most-steps and --curves go with --target-accuracy")
     if target_accuracy is not None:
-        from parsim.app.to_target import MOST_STEPS, asked_rules
+        from parsim.app.relaxed import MOST_STEPS, asked_rules
 
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
@@ -145,21 +140,14 @@ def plan(
     if explanation is not None:
         document["explanation"] = explanation.to_dict()
     status = EXIT_STATUS[verdict_of(answer.prediction.fit_probability)] if must_fit else 0
-    if as_json:
-        print_json(document)
-        raise typer.Exit(status)
-    print("\n".join(answer.heading()), end="\n\n")
-    print_tables([answer.report()])
-    for part in (answer, would, ranking):
-        for line in [] if part is None else part.lines():
-            print(line)
+    lines = [line for part in (answer, would, ranking) if part is not None for line in part.lines()]
     if certify:
         from parsim.search.placement.certificate import certificate_text
 
-        print(certificate_text(document["certificate"]))
+        lines.append(certificate_text(document["certificate"]))
     if explanation is not None:
-        print(f"\n{explanation}")
-    print_picture(plot)
+        lines.append(f"\n{explanation}")
+    tell(as_json, document, *answer.heading(), "", answer.report(), *lines, picture=plot)
     raise typer.Exit(status)
 
 
@@ -193,11 +181,8 @@ def check(
 
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq)
     found = [checked(name, cluster=where, global_batch=batch, overrides=changes) for name in asked]
-    if as_json:
-        documents = [each.to_dict() for each in found]
-        print_json(documents[0] if len(found) == 1 else {"checks": documents})
-    else:
-        print("\n\n".join(printable(str(each)) for each in found))
+    documents = [each.to_dict() for each in found]
+    tell(as_json, documents[0] if len(found) == 1 else {"checks": documents}, "\n\n".join(map(str, found)))
     raise typer.Exit(worst_status(found))
 
 
@@ -261,32 +246,25 @@ def simulate(
             write_json(folder.path / "scenario.json", dict(played))
     if plot is not None:
         prediction.plot(plot)
-    if as_json:
-        print_json(document)
-        return
     question = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
-    print(f"{question}: {plan_in_words(prediction.plan)}, {prediction.headline()}.", end="\n\n")
-    print_tables(
-        [
-            strategy_table([alone(prediction.result.to_dict())], title=""),
-            breakdown_table(document["breakdown"]),
-            memory_table(document["memory"]),
-            *([] if played is None else scenario_tables(dict(played))),
-        ]
+    quoted = (prediction.quoted, prediction.samples_run, prediction.step_size)
+    tell(
+        as_json,
+        document,
+        f"{question}: {plan_in_words(prediction.plan)}, {prediction.headline()}.\n",
+        strategy_table([alone(prediction.result.to_dict())], title=""),
+        breakdown_table(document["breakdown"]),
+        memory_table(document["memory"]),
+        *([] if played is None else scenario_tables(dict(played))),
+        f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}",
+        evaluation.alone_text(),
+        *(line for figures in quoted if figures is not None for line in figures.lines()),
+        *([problem.loading.text()] if isinstance(problem.loading, MeasuredLoading) else []),
+        loss_text(problem.model),
+        *([assumed_text(prediction.assumed)] if prediction.assumed else []),
+        *([] if folder is None else [f"Report: {folder.report}; trace for Perfetto: {folder.trace}"]),
+        picture=plot,
     )
-    print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
-    print(evaluation.alone_text())
-    for figures in (prediction.quoted, prediction.samples_run, prediction.step_size):
-        for line in [] if figures is None else figures.lines():
-            print(line)
-    if isinstance(problem.loading, MeasuredLoading):
-        print(problem.loading.text())
-    print(loss_text(problem.model))
-    if prediction.assumed:
-        print(assumed_text(prediction.assumed))
-    if folder is not None:
-        print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
-    print_picture(plot)
 
 
 # `parsim cost`: seconds of a collective, or of every component of a model, on a profile.
@@ -313,7 +291,7 @@ def cost(
     as_json: JsonFlag = False,
 ) -> None:
     """Price a collective, or every component of a model."""
-    from parsim.app.functions import cost as price
+    from parsim.app.prices import cost as price
 
     if (collective is None) == (model is None):
         raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")
@@ -339,7 +317,5 @@ def cost(
         precision=precision,
         optimizer=optimizer,
     )
-    if as_json:
-        print_json(prices.to_dict())
-        return
-    print_tables([cost_table(prices.rows, title=prices.title), *(price_tables(prices.rows) if explain else ())])
+    table = cost_table(prices.rows, title=prices.title)
+    tell(as_json, prices.to_dict(), table, *(price_tables(prices.rows) if explain else ()))

@@ -9,7 +9,7 @@ import typer
 
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import progress
-from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, tell
 
 
 def import_command(
@@ -52,7 +52,7 @@ def import_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Read a file of another tool into a profile, a network, a run file or a measured timeline."""
-    from parsim.app.import_file import import_file
+    from parsim.app.foreign import import_file
 
     with progress(f"Reading {file}"):
         imported = import_file(
@@ -69,20 +69,15 @@ def import_command(
             against=against,
             overrides=overrides or (),
         )
-    if as_json:
-        print_json(imported.to_dict())
-        return
-    print(imported.summary)
-    print_tables(imported.tables)
-    for note in imported.notes():
-        print(note)
+    then = []
     if imported.into is not None:
-        print(f"Written: {imported.into}")
+        then.append(f"Written: {imported.into}")
         if imported.kind == "nccl-tests":
             on = f"16x... --network {imported.into}" if "network" in imported.found else imported.into
-            print(f"Next: parsim plan MODEL --on {on} --batch N")
+            then.append(f"Next: parsim plan MODEL --on {on} --batch N")
     elif imported.kind in ("kineto", "nsys") and against is None:
-        print("Next: --against RUN.toml shows the predicted step beside this one")
+        then.append("Next: --against RUN.toml shows the predicted step beside this one")
+    tell(as_json, imported.to_dict(), imported.summary, *imported.tables, *imported.notes(), *then)
 
 
 # `parsim export`: a run folder as a file of another tool: trained weights, launch files, plans, traces.
@@ -123,7 +118,7 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run folder as a file of another tool: its weights, its launch script, its plan or its timeline."""
-    from parsim.app.export_folder import export_folder
+    from parsim.app.foreign import export_folder
 
     keywords = {
         "checkpoint": checkpoint,
@@ -135,8 +130,4 @@ def export(
     }
     options = {name: value for name, value in keywords.items() if value is not None}
     done = export_folder(run_folder, format=format, out=out, **options)
-    if as_json:
-        print_json(done.to_dict())
-        return
-    for line in done.lines():
-        print(line)
+    tell(as_json, done.to_dict(), *done.lines())

@@ -11,15 +11,13 @@ import typer
 from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure_machine, new_profile
 from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import examine, progress, sentence, tables
-from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, tell
 from parsim.errors import ConfigError, near_matches
-from parsim.hardware.instances import instance_named, instance_names, refresh
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import shipped_gpus, shipped_links
+from parsim.hardware.parts import instance_named, instance_names, refresh, shipped_gpus, shipped_links, shipped_networks
 from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.catalogue.names import described, known_names, normalised
-from parsim.report.more_tables import calibration_table, instance_table, models_table
+from parsim.report.tables import calibration_table, instance_table, models_table
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -78,11 +76,8 @@ def calibrate(
             raise typer.BadParameter("--refresh measures only the machine's speed: give only the profile")
         with progress(f"Measuring the speed of the cores for {refresh}"):
             profile = measure_speed(refresh)
-        if as_json:
-            document = {"profile": str(refresh), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)}
-            print_json(document)
-        else:
-            print(f"{refresh}: {refreshed_text(profile)}")
+        document = {"profile": str(refresh), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)}
+        tell(as_json, document, f"{refresh}: {refreshed_text(profile)}")
         return
     if refit is not None:
         if out is not None or files or models:
@@ -113,18 +108,15 @@ def calibrate(
 
 def _show(profile: Profile, out: Path, as_json: bool) -> None:
     warnings = profile.provenance.warnings
-    if as_json:
-        points = {
-            "components": len(profile.compute.components),
-            "optimizers": len(profile.compute.optimizers),
-            "collectives": len(profile.communication.points),
-        }
-        print_json({"profile": str(out), "name": profile.name, "points": points, "warnings": warnings})
-        return
-    print_tables([calibration_table(profile)])
-    print(f'Profile: {out}; use it with cluster.profile = "{out}"')
-    if warnings:
-        print(f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them")
+    points = {
+        "components": len(profile.compute.components),
+        "optimizers": len(profile.compute.optimizers),
+        "collectives": len(profile.communication.points),
+    }
+    document = {"profile": str(out), "name": profile.name, "points": points, "warnings": warnings}
+    lines = [f'Profile: {out}; use it with cluster.profile = "{out}"']
+    lines += [f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them"] if warnings else []
+    tell(as_json, document, calibration_table(profile), *lines)
 
 
 # `parsim profile`: machines made of parts. `new` writes a short commented profile; `list` shows what there is.
@@ -154,10 +146,7 @@ def profile(
         if refreshed:
             print(f"{refresh()} prices refreshed", file=sys.stderr)
         rented = {name: found.to_dict() for name in instance_names() if (found := instance_named(name)) is not None}
-        if as_json:
-            print_json(rented)
-        else:
-            print_tables([instance_table(rented)])
+        tell(as_json, rented, instance_table(rented))
         return
     if action == "list":
         document = {
@@ -166,11 +155,7 @@ def profile(
             "networks": shipped_networks(),
             "profiles": shipped_profiles(),
         }
-        if as_json:
-            print_json(document)
-            return
-        for kind, names in document.items():
-            print(f"{kind}: {', '.join(names)}")
+        tell(as_json, document, *(f"{kind}: {', '.join(names)}" for kind, names in document.items()))
         return
     if action != "new":
         raise ConfigError(
@@ -180,10 +165,7 @@ def profile(
     if gpu is None:
         raise ConfigError("parsim profile new needs --gpu, for example --gpu h100-sxm; `parsim profile list` shows the names")
     written = new_profile(gpu, count=count, link=link, network=network, out=out)
-    if as_json:
-        print_json(written)
-        return
-    print(f'Profile: {written["path"]}; use it with cluster.profile = "{written["path"]}"')
+    tell(as_json, written, f'Profile: {written["path"]}; use it with cluster.profile = "{written["path"]}"')
 
 
 # `parsim models`: every model by name, with its size.
@@ -197,10 +179,7 @@ def models(
     rows = {name: row for name, row in described().items() if word.lower() in name or normalised(word) == name}
     if not rows:
         raise ConfigError(f"no model by name has {word!r}{near_matches(normalised(word), known_names())}")
-    if as_json:
-        print_json(rows)
-        return
-    print_tables([models_table(rows)])
+    tell(as_json, rows, models_table(rows))
 
 
 # `parsim doctor`: what this machine has, what will work, what is missing and how to get it.
@@ -210,8 +189,4 @@ def doctor(as_json: JsonFlag = False) -> None:
     """Check this machine: hardware and packages, which commands work here, and how to get what is missing."""
     with progress("Examining this machine"):
         findings = examine()
-    if as_json:
-        print_json(findings)
-    else:
-        print(sentence(findings), end="\n\n")
-        print_tables(tables(findings))
+    tell(as_json, findings, f"{sentence(findings)}\n", *tables(findings))

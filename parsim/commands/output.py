@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,17 +16,13 @@ from parsim.app.config import THIS_MACHINE
 from parsim.app.config_text import ALLOW_VARIABLE, THOUSAND, changes_of
 from parsim.errors import ConfigError
 from parsim.files import finite
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import machines_of, shipped_gpus
+from parsim.hardware.parts import machines_of, shipped_gpus, shipped_networks
 from parsim.hardware.profile import shipped_profiles
 from parsim.model.catalogue.names import known_names
 from parsim.model.catalogue.zoo import ZOO
 from parsim.report.picture import PAGES, PICTURES, checked_ending
-from parsim.report.tables import to_rich, to_text
+from parsim.report.tables import ReportTable, to_rich, to_text
 from parsim.units import parse_count, printable
-
-if TYPE_CHECKING:
-    from parsim.report.tables import ReportTable
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Overrides = Annotated[
@@ -162,7 +159,6 @@ SamplesOption = Annotated[
 
 
 def _plot_path(path: Path | None) -> Path | None:
-    """Refused before anything is computed."""
     return None if path is None else checked_ending(path, PICTURES)
 
 
@@ -178,12 +174,6 @@ PlotOption = Annotated[
 PageOption = Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", callback=page_path, help="Write the page here.")]
 
 
-def print_picture(path: Path | None) -> None:
-    """Where a picture was written, if one was."""
-    if path is not None:
-        print(f"Picture: {path}")
-
-
 def on_gpus(
     cluster: str | None,
     gpus: str | None,
@@ -197,8 +187,7 @@ def on_gpus(
 ) -> tuple[str | None, list[str]]:
     """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples, --tune and --set mean together.
 
-    Raises:
-        ConfigError: both --on and --gpus, or --gpus of another form.
+    Raises: ConfigError: both --on and --gpus, or --gpus of another form.
     """
     from parsim.app.question import per_node_of
 
@@ -235,18 +224,30 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
         console.print(to_rich(table))
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Lines for people, with control characters spelled out: they may quote names from files."""
-    print("\n".join(printable(line) for line in lines))
+def tell(as_json: bool, document: object, *parts: str | ReportTable, picture: Path | None = None) -> None:
+    """The result of a command: its document with --json, else texts and tables in their order.
+
+    Control characters are spelled out: texts may quote names from files.
+    """
+    if as_json:
+        print_json(document)
+        return
+    for are_tables, group in itertools.groupby(parts, key=lambda part: isinstance(part, ReportTable)):
+        if are_tables:
+            print_tables([part for part in group if isinstance(part, ReportTable)])
+        else:
+            print("\n".join(printable(str(text)) for text in group))
+    if picture is not None:
+        print(f"Picture: {picture}")
 
 
-def print_verdict(document: Mapping[str, Any]) -> None:
+def verdict(document: Mapping[str, Any]) -> list[str]:
     """Whether a run went as predicted, what was different, what loading was predicted from, and where it is recorded."""
-    diagnosis = document["diagnosis"]
+    diagnosis, loading = document["diagnosis"], document.get("loading")
     begins = {True: "The run went ", False: "The run did not go ", None: ""}
-    print(begins[diagnosis["as_predicted"]] + diagnosis["text"].removeprefix("not "))
-    if document.get("loading") is not None:
-        print(document["loading"]["text"])
-    for finding in diagnosis["findings"]:
-        print(f"  {finding['text']}; {finding['advice']}")
-    print(f"history: {document['history']['text']}")
+    return [
+        begins[diagnosis["as_predicted"]] + diagnosis["text"].removeprefix("not "),
+        *([] if loading is None else [loading["text"]]),
+        *(f"  {finding['text']}; {finding['advice']}" for finding in diagnosis["findings"]),
+        f"history: {document['history']['text']}",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,19 +20,17 @@ from parsim.commands.output import (
     Overrides,
     PageOption,
     PlotOption,
-    print_json,
-    print_picture,
-    print_tables,
-    print_verdict,
+    tell,
+    verdict,
 )
-from parsim.costs.conformal import coverage_by, coverage_of, judged_split
-from parsim.costs.history import history_lines, history_path, read_history, remove_lines
-from parsim.errors import ConfigError
+from parsim.costs.history import coverage_by, coverage_of, history_lines, history_path, judged_split, read_history, remove_lines
+from parsim.errors import ConfigError, MissingDependencyError
 from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan
-from parsim.report.tables import history_table, kind_table, validation_table
+from parsim.report.tables import coverage_tables, history_table, kind_table, validation_table
 
 if TYPE_CHECKING:
+    from parsim.app.answer import Answer
     from parsim.costs.history import History
 
 
@@ -63,7 +62,7 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Train for real under the chosen plan."""
-    from parsim.app.functions import run as train
+    from parsim.app.train import run as train
 
     done = train(
         asked,
@@ -81,17 +80,15 @@ def run(
         overrides=overrides or [],
     )
     document = done.to_dict()
-    if as_json:
-        print_json(document)
-        return
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
-    print_tables([validation_table([row])])
+    decisions = []
     for decision in document["decisions"]:
         what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
-        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
-    print(training_text(done.prediction.question.training.dataset, document))
-    print_verdict(document)
-    print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+        took = f"{1e3 * decision['step_s']:.1f} ms a step"
+        decisions.append(f"after step {decision['step']} ({took}) {what}: {decision['reason']}")
+    trained = training_text(done.prediction.question.training.dataset, document)
+    folder = f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)"
+    tell(as_json, document, validation_table([row]), *decisions, trained, *verdict(document), folder)
 
 
 def training_text(dataset: str, document: dict[str, Any]) -> str:
@@ -121,7 +118,7 @@ def coverage(
 ) -> None:
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.app.write_folder import report_facts
-    from parsim.report.coverage import coverage_figures, coverage_tables
+    from parsim.report.figures import coverage_figures
     from parsim.report.page import ReportData, write_report
 
     loaded = load_profile(profile)
@@ -139,16 +136,11 @@ def coverage(
             extra_figures=coverage_figures(validations.records),
         )
         write_report(data, out)
-    if as_json:
-        print_json(coverage_document(validations) | {"profile": loaded.name})
-        return
-    print_tables(tables)
-    for note in validations.notes:
-        print(f"warning: {note}")
+    lines = [f"warning: {note}" for note in validations.notes]
     if not validations.records:
-        print(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
-    if out is not None:
-        print(f"Report: {out}")
+        lines.append(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
+    lines += [] if out is None else [f"Report: {out}"]
+    tell(as_json, coverage_document(validations) | {"profile": loaded.name}, *tables, *lines)
 
 
 def coverage_document(history: History) -> dict[str, Any]:
@@ -187,15 +179,12 @@ def history(
     if remove:
         remove_lines(path, remove)
     lines = history_lines(path, load_profile(profile))
-    if as_json:
-        told = [{} if line.record is None else asdict(line.record) for line in lines]
-        rows = [
-            {"line": line.number, "used": not line.why, "why_not": line.why, **record}
-            for line, record in zip(lines, told, strict=True)
-        ]
-        print_json({"history": str(path), "removed": sorted(remove or []), "lines": rows})
-        return
-    print_tables([history_table(lines, str(path))])
+    rows = [
+        {"line": line.number, "used": not line.why, "why_not": line.why, **({} if line.record is None else asdict(line.record))}
+        for line in lines
+    ]
+    document = {"history": str(path), "removed": sorted(remove or []), "lines": rows}
+    tell(as_json, document, history_table(lines, str(path)))
 
 
 # `parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds.
@@ -224,7 +213,7 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
-    from parsim.app.functions import validate as judge
+    from parsim.app.train import validate as judge
 
     done = judge(
         target,
@@ -241,21 +230,13 @@ def validate(
     speed = document["at_pace"]
     if plot is not None:
         done.plot(plot)
-    if as_json:
-        print_json(document)
-        return
     comparison = done.comparison.to_dict()
     row = (asked.problem.model.name, asked.plan.summary(), comparison)
-    print_tables([validation_table([row]), kind_table(comparison)])
-    if speed is not None:
-        print(f"speed: {speed['text']}")
-        if speed["warning"]:
-            print(f"warning: {speed['warning']}")
-    print_verdict(document)
-    if update:
-        print(f"update: {document['update']['text']}")
-    print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
-    print_picture(plot)
+    lines = [] if speed is None else [f"speed: {speed['text']}"]
+    lines += [f"warning: {speed['warning']}"] if speed is not None and speed["warning"] else []
+    lines += [*verdict(document), *([f"update: {document['update']['text']}"] if update else [])]
+    lines.append(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
+    tell(as_json, document, validation_table([row]), kind_table(comparison), *lines, picture=plot)
 
 
 # `parsim report`: draw report.html and trace.json of a run folder again.
@@ -272,7 +253,30 @@ def report(
     folder = RunFolder(run_folder)
     with progress(f"Drawing {run_folder}"):
         redraw(folder)
-    if as_json:
-        print_json({"report": str(folder.report), "trace": str(folder.trace)})
-    else:
-        print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+    document = {"report": str(folder.report), "trace": str(folder.trace)}
+    tell(as_json, document, f"Report: {folder.report}; trace for Perfetto: {folder.trace}")
+
+
+# `parsim demo`: the main job, end to end, on whatever this machine has.
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the profile, the runs and report.html.")] = Path("parsim-demo"),
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=8, help="Ranks of the real runs. Default: one per GPU, or 2 processes on a CPU."),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Calibrate and measure longer: five minutes instead of two.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Plan, calibrate, train and compare on this machine, and write a report: everything once, in two minutes."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
+    from parsim.app.demo import run_demo
+
+    def show(answer: Answer) -> None:
+        if not as_json:
+            tell(False, None, answer.sentence(), answer.report(), f"{answer.runners_up()}\n")
+
+    result = run_demo(out, nproc, full=full, show=show)
+    tell(as_json, result.to_dict(), result.table(), *result.lines())

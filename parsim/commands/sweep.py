@@ -1,4 +1,4 @@
-"""`parsim sweep`: one question at many points, as a folder of rows that continues where it stopped."""
+"""`parsim sweep`, `compare`, `explore` and `bench-graphs`: questions at many points, and answers side by side."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from parsim.app.config_text import parse_numbers
 from parsim.app.doctor import progress
 from parsim.commands.output import (
     AllowCode,
@@ -22,10 +23,7 @@ from parsim.commands.output import (
     TokensOption,
     TuneOption,
     on_gpus,
-    print_json,
-    print_lines,
-    print_picture,
-    print_tables,
+    tell,
 )
 
 OverOption = Annotated[
@@ -107,14 +105,9 @@ def sweep(
     )
     if plot is not None:
         answers.plot(plot)
-    if as_json:
-        print_json(answers.to_dict())
-        return
-    print_lines([*answers.heading(), ""])
-    print_tables([answers.report()])
-    print_lines(answers.lines())
-    print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
-    print_picture(plot)
+    rows = f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}"
+    document = answers.to_dict() if as_json else None
+    tell(as_json, document, *answers.heading(), "", answers.report(), *answers.lines(), rows, picture=plot)
 
 
 def compare(
@@ -126,10 +119,7 @@ def compare(
     from parsim.app.sweep.difference import compare_answers
 
     difference = compare_answers(first, second)
-    if as_json:
-        print_json(difference.to_dict())
-    else:
-        print_lines(difference.lines())
+    tell(as_json, difference.to_dict(), *difference.lines())
 
 
 def explore(
@@ -146,8 +136,41 @@ def explore(
         page = opened.explore(out)
         if plot is not None:
             opened.plot(plot)
-    if as_json:
-        print_json({"explorer": str(page), "picture": None if plot is None else str(plot)})
-        return
-    print(f"Explorer: {page}")
-    print_picture(plot)
+    document = {"explorer": str(page), "picture": None if plot is None else str(plot)}
+    tell(as_json, document, f"Explorer: {page}", picture=plot)
+
+
+# `parsim bench-graphs`: accuracy and the variance between replicas, over graphs, replicas, models and shards.
+
+
+def bench_graphs(
+    graphs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[GRAPH]...", help='"ring", "lattice(neighbours=4)", "ada", "all_reduce", ...; none: seven.'),
+    ] = None,
+    models: Annotated[str, typer.Option(help="Of logistic, mlp, cnn, transformer, with commas between.")] = "mlp",
+    replicas: Annotated[str, typer.Option(help="Numbers of replicas, with commas between.")] = "16",
+    shards: Annotated[
+        list[str] | None, typer.Option("--shards", help="As training.shards. Repeatable; default: iid and label_sorted.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each.")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="Over all samples.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per replica and step.")] = 8,
+    plot: PlotOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare mixing graphs on virtual replicas: accuracy against the variance of their parameters (DBench)."""
+    from parsim.app.relaxed import bench_graphs as compared
+
+    comparison = compared(
+        graphs or (),
+        models=[name.strip() for name in models.split(",")],
+        replicas=parse_numbers("--replicas", replicas),
+        shards=shards or ("iid", "label_sorted"),
+        seeds=seeds,
+        epochs=epochs,
+        batch=batch,
+    )
+    if plot is not None:
+        comparison.plot(plot)
+    tell(as_json, comparison.to_dict(), comparison.report(), *comparison.findings(), picture=plot)

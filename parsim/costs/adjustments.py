@@ -17,12 +17,12 @@ seconds are scaled by the speed factor alone. Effects on a step rather than on a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from parsim.costs.estimate import QUEUEING, Estimate, Term
+from parsim.costs.estimate import QUEUEING, Estimate, Term, TermOrigin
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections, updates_of
 from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.errors import CostError
@@ -34,15 +34,13 @@ from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, Opti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareScale:
-    """How many times as fast everything of a kind is, whatever the plan: "what if links were twice as fast"; 1 changes nothing.
+    """How many times as fast everything of a kind is, whatever the plan: "what if links were twice as fast"; 1 changes
+    nothing.
 
     Attributes:
         computation: components, optimizer steps and mixing. communication: collectives and transfers, latency included.
 
-    Leaves out: that algorithms would be chosen anew for other links. A price keeps its algorithm.
-
-    Raises:
-        CostError: a factor that is not a finite number above 0.
+    Leaves out: that algorithms would be chosen anew for other links. Raises CostError: a factor that is not finite and above 0.
     """
 
     computation: float = 1.0
@@ -154,12 +152,7 @@ def price_context(
     loading_is_current: bool = False,
     learnt: Learnt = NOTHING_LEARNT,
 ) -> PriceContext:
-    """Collect the numbers of the cluster's profile and of a running job that adjust every price.
-
-    Args:
-        ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
-        loading_is_current: loading was measured at the machine's present speed.
-    """
+    """Collect the numbers of the cluster's profile and of a running job that adjust every price; arguments as of `Costs`."""
     profile = cluster.profile
     host, speed = profile.host, speed_since(profile, ranks_active).mean
     on_gpu = cluster.devices[0].type.kind == "cuda"
@@ -181,9 +174,7 @@ def price_context(
 
 
 def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
-    """How many times as long computation takes as with one rank per core. The factor was measured with all ranks of the
-    profile. For fewer ranks it scales with the ranks beyond the cores.
-    """
+    """The factor was measured with all ranks of the profile. For fewer ranks it scales with the ranks beyond the cores."""
     host, most = cluster.profile.host, len(cluster.profile.devices)
     cores = len(set(cluster.core_of_rank(cluster.size)))
     if host is None or not cores < min(ranks, most):
@@ -191,82 +182,74 @@ def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
     return 1.0 + (host.core_sharing - 1.0) * (ranks - cores) / (most - cores)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adjustment:
-    """Attributes:
-    name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work, or None.
-    sentence: what it stands for. source: where its number comes from.
-    """
+class Adjustment(NamedTuple):
+    """Attributes: name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work, or None;
+    its docstring says what it stands for, and where its number comes from."""
 
     name: str
     applies_to: tuple[type, ...]
     term: Callable[[Subject, PriceContext], Term | None]
-    sentence: str
-    source: str
 
 
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
     """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`, to its price as the profile knows it.
 
-    Returns:
-        The estimate with one more term per adjustment; the same object if none applies. Leaves out what changes a whole step
-        and no single task (overlap, noise of ranks).
+    One more term per adjustment; the same object if none applies. Leaves out what changes a whole step and no single task
+    (overlap, noise of ranks).
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    for adjustment in _OF_WORK[type(work)]:
+    for adjustment in _OF_WORK.get(type(work), ()):
         term = adjustment.term(subject, context)
         if term is not None:
             terms.append(term)
             subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
     if not terms:
         return estimate
-    remarks = (_remark(term) for term in terms if term.operation != "plus")
+    texts = (
+        f"{term.value:.3g} times that, {term.text}" if term.operation == "times" else term.text
+        for term in terms
+        if term.operation != "plus"
+    )
+    slowest = [(SLOWEST, context.slowest.sigma)] if any(term.name == SLOWEST for term in terms) else []
     return Estimate.of(
         (*estimate.terms, *terms),
         source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,
-        parameters=(*estimate.parameters, *_parameters(terms, context)),
+        parameters=(*estimate.parameters, *slowest),
         repeat_sigma=estimate.repeat_sigma,
-        detail="; ".join((estimate.detail, *remarks)),
+        detail="; ".join((estimate.detail, *texts)),
         extrapolated=estimate.extrapolated,
         issue_s=estimate.issue_s,
     )
 
 
-def _parameters(terms: Sequence[Term], context: PriceContext) -> list[tuple[str, float]]:
-    return [(SLOWEST, context.slowest.sigma) for term in terms if term.name == SLOWEST]
-
-
-def _remark(term: Term) -> str:
-    return f"{term.value:.3g} times that, {term.text}" if term.operation == "times" else term.text
-
-
 SINCE = "at the machine's speed since `parsim calibrate --refresh`"
 
 
+def _times(name: str, factor: float, origin: TermOrigin, text: str) -> Term | None:
+    return None if factor == 1.0 else Term(name, "times", factor, origin, text)
+
+
 def _core_sharing(subject: Subject, context: PriceContext) -> Term | None:
-    if context.core_sharing == 1.0:
-        return None
-    return Term("core sharing", "times", context.core_sharing, "measured", "where ranks share cores")
+    """Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core. Source:
+    `host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion."""
+    return _times("core sharing", context.core_sharing, "measured", "where ranks share cores")
 
 
 def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
-    if context.gpu_speed == 1.0:
-        return None
-    return Term("GPU speed factor", "times", context.gpu_speed, "measured", SINCE)
-
-
-def _slowest(subject: Subject, context: PriceContext) -> Term | None:
-    if context.slowest.factor == 1.0:
-        return None
-    return Term(SLOWEST, "times", context.slowest.factor, "published", "every step waits for the slowest device")
+    """A GPU is slower or faster now than while it was calibrated, and the host and the links are not. Source: `today` over
+    `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`."""
+    return _times("GPU speed factor", context.gpu_speed, "measured", SINCE)
 
 
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
-    """Lift the price of a GPU's task to the time in which the host queues it.
+    """A GPU cannot compute faster than the host queues its kernels.
 
     In a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which is
     left out. It is never too short: in any order tasks take as long as the host, and as long as the device.
+
+    Source: `issue_s` of the profile's components, compositions and optimizers, with `host.task_s`; of parts, launches times
+    `host.launch_s`.
     """
     host_s = subject.base.issue_s + context.task_s
     if not context.on_gpu or not subject.base.issue_s or host_s <= subject.so_far_s:
@@ -277,33 +260,48 @@ def _queueing(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
+    """The interpreter spends some microseconds on every task that it starts. Source: `host.task_s` of the profile."""
     if context.task_s == 0 or (context.on_gpu and subject.base.issue_s):  # then it is part of the queueing
         return None
     return Term("host overhead", "plus", context.task_s, "measured", "interpreter, per task")
 
 
 def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
-    if context.speed == 1.0 or (context.loading_is_current and isinstance(subject.work, LoadBatch)):
+    """A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs). Source:
+    as of the GPU speed factor."""
+    if context.loading_is_current and isinstance(subject.work, LoadBatch):
         return None
-    return Term("speed factor", "times", context.speed, "measured", SINCE)
+    return _times("speed factor", context.speed, "measured", SINCE)
 
 
 def _published_runs(subject: Subject, context: PriceContext) -> Term | None:
-    factor = context.learnt.factor
-    return None if factor == 1.0 else Term("published runs", "times", factor, "fitted", context.learnt.text)
+    """Published training runs took longer, or less, than operators and links say, by chip and by framework. Source:
+    `parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on."""
+    return _times("published runs", context.learnt.factor, "fitted", context.learnt.text)
+
+
+def _slowest(subject: Subject, context: PriceContext) -> Term | None:
+    """GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer. Source:
+    `noise.device_sigma` of the profile, times the expected maximum of so many normals."""
+    return _times(SLOWEST, context.slowest.factor, "published", "every step waits for the slowest device")
 
 
 def _update(subject: Subject, context: PriceContext) -> Term | None:
+    """An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled. Source: the
+    last entry of `updates` in the profile; written by `parsim validate --update`."""
     factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
-    return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
+    return _times("update", factor, "updated", f"updated from run {context.updated_by}")
 
 
 def _correction(subject: Subject, context: PriceContext) -> Term | None:
+    """The running job shows that a rank or a class of communication takes longer than the profile says. Source: learnt by
+    the adaptive controller; never saved."""
     factor = context.corrections.factor(subject.work, subject.rank) if context.corrections else 1.0
-    return None if factor == 1.0 else Term("correction", "times", factor, "observed", "as observed")
+    return _times("correction", factor, "observed", "as observed")
 
 
 def _scale(subject: Subject, context: PriceContext) -> Term | None:
+    """A sweep scales the speed of computation or links by a factor. Source: `scale.compute` and `scale.links`."""
     computes = isinstance(subject.work, COMPUTATION)
     factor = context.scale.computation if computes else context.scale.communication
     if factor == 1.0:
@@ -312,90 +310,25 @@ def _scale(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _post_wait(subject: Subject, context: PriceContext) -> Term | None:
+    """Computation right after a wait for communication finds other data in the caches. Source: `host.post_wait_s` of the
+    profile, times the speed factor."""
     if not context.after_wait or context.post_wait_s == 0:
         return None
     return Term("post-wait", "plus", context.post_wait_s, "measured", "the rank has just waited for communication")
 
 
 ADJUSTMENTS: tuple[Adjustment, ...] = (
-    Adjustment(
-        name="core sharing",
-        applies_to=COMPUTATION,
-        term=_core_sharing,
-        sentence="Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.",
-        source="`host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion",
-    ),
-    Adjustment(
-        name="GPU speed factor",
-        applies_to=COMPUTATION,
-        term=_gpu_speed_factor,
-        sentence="A GPU is slower or faster now than while it was calibrated, and the host and the links are not.",
-        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
-    ),
-    Adjustment(
-        name=QUEUEING,
-        applies_to=COMPUTATION,
-        term=_queueing,
-        sentence="A GPU cannot compute faster than the host queues its kernels.",
-        source="`issue_s` of the profile's components, compositions and optimizers, with `host.task_s`; of parts, launches "
-        "times `host.launch_s`",
-    ),
-    Adjustment(
-        name="host overhead",
-        applies_to=COMPUTATION,
-        term=_host_overhead,
-        sentence="The interpreter spends some microseconds on every task that it starts.",
-        source="`host.task_s` of the profile",
-    ),
-    Adjustment(
-        name="speed factor",
-        applies_to=EVERYTHING,
-        term=_speed_factor,
-        sentence="A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs).",
-        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
-    ),
-    Adjustment(
-        name="published runs",
-        applies_to=EVERYTHING,
-        term=_published_runs,
-        sentence="Published training runs took longer, or less, than operators and links say, by chip and by framework.",
-        source="`parsim.costs.published`, fitted on published runs and judged on sources that it was not fitted on",
-    ),
-    Adjustment(
-        name=SLOWEST,
-        applies_to=COMPUTATION,
-        term=_slowest,
-        sentence="GPUs of one type differ, and a synchronous step takes as long as its slowest GPU: the more GPUs, the longer.",
-        source="`noise.device_sigma` of the profile, times the expected maximum of so many normals",
-    ),
-    Adjustment(
-        name="update",
-        applies_to=EVERYTHING,
-        term=_update,
-        sentence="An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled.",
-        source="the last entry of `updates` in the profile; written by `parsim validate --update`",
-    ),
-    Adjustment(
-        name="correction",
-        applies_to=EVERYTHING,
-        term=_correction,
-        sentence="The running job shows that a rank or a class of communication takes longer than the profile says.",
-        source="learnt by the adaptive controller; never saved",
-    ),
-    Adjustment(
-        name="scale",
-        applies_to=(*COMPUTATION, Collective, SendRecv),
-        term=_scale,
-        sentence="A sweep scales the speed of computation or links by a factor.",
-        source="`scale.compute` and `scale.links` of `parsim sweep`",
-    ),
-    Adjustment(
-        name="post-wait",
-        applies_to=COMPUTATION,
-        term=_post_wait,
-        sentence="Computation right after a wait for communication finds other data in the caches.",
-        source="`host.post_wait_s` of the profile, times the speed factor",
-    ),
+    Adjustment("core sharing", COMPUTATION, _core_sharing),
+    Adjustment("GPU speed factor", COMPUTATION, _gpu_speed_factor),
+    Adjustment(QUEUEING, COMPUTATION, _queueing),
+    Adjustment("host overhead", COMPUTATION, _host_overhead),
+    Adjustment("speed factor", EVERYTHING, _speed_factor),
+    Adjustment("published runs", EVERYTHING, _published_runs),
+    Adjustment(SLOWEST, COMPUTATION, _slowest),
+    Adjustment("update", EVERYTHING, _update),
+    Adjustment("correction", EVERYTHING, _correction),
+    Adjustment("scale", (*COMPUTATION, Collective, SendRecv), _scale),
+    Adjustment("post-wait", COMPUTATION, _post_wait),
 )
 """In the order in which they are applied."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale, PriceContext, adjusted, price_context
@@ -43,7 +43,7 @@ from parsim.work import (
 )
 
 LOAD_SIGMA = 0.25
-"""Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
+"""Assumed relative spread of a batch's copy: it is priced by bandwidth, not measured."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ class Costs:
     scale: HardwareScale = AS_IT_IS
     loading: MeasuredLoading | None = None
     learnt: Learnt = NOTHING_LEARNT
+    _unlike_ranks: dict[range, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _device_kinds: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _host_paths: dict[str, HostPath] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _computed: dict[tuple[object, ...], Estimate] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -81,11 +85,8 @@ class Costs:
             concurrent: the groups (or the source and destination) of those that run at the same time.
             after_wait: computation whose rank has just waited for communication.
 
-        Raises:
-            CostError: no cost is known for it, or the rank or component does not exist.
+        Raises CostError: no cost is known for it, or the rank or component does not exist.
         """
-        if isinstance(work, HostCopy | HostUpdate):
-            return self._on_host(work, rank)
         context = replace(self._context, after_wait=True) if after_wait else self._context
         return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 
@@ -107,14 +108,6 @@ class Costs:
             self._unlike_ranks[ranks] = tuple({self.device_kind(rank): rank for rank in ranks}.values())
         return self._unlike_ranks[ranks]
 
-    @cached_property
-    def _unlike_ranks(self) -> dict[range, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _device_kinds(self) -> dict[int, str]:
-        return {}
-
     @property
     def differ_by_rank(self) -> bool:
         """Whether ranks and links that are alike cost what a run has shown of each."""
@@ -128,7 +121,6 @@ class Costs:
 
     @property
     def post_wait_s(self) -> float:
-        """Seconds by which computation takes longer after its rank has waited for communication."""
         return self._context.post_wait_s
 
     def priced_alike(self, other: Costs) -> bool:
@@ -157,8 +149,6 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(work, self._device(rank), calls=self.update_calls)
-            case Mix() if not work.accesses:
-                return estimate_mix(work, self._device(rank))
             case ClipGradients() | Mix():
                 return self._computation.arithmetic(work, self._device(rank))
             case Collective():
@@ -184,10 +174,6 @@ class Costs:
         if device.type.name not in self._host_paths:
             self._host_paths[device.type.name] = host_path(self.cluster, self.ranks or self.cluster.size, device)
         return self._host_paths[device.type.name]
-
-    @cached_property
-    def _host_paths(self) -> dict[str, HostPath]:
-        return {}
 
     def _load(self, work: LoadBatch, device: Device) -> Estimate:
         """On a GPU workers read beside the copy. A thread does not: between two steps it reads nothing, so within each of them
@@ -244,19 +230,12 @@ class Costs:
 
     def same_computation(self, work: Compute) -> tuple[object, ...]:
         """Equal for computation that takes as long on the same device: of components that do the same work in the same
-        shards.
-
-        Raises CostError for a component that the model has not.
-        """
+        shards. Raises CostError for a component that the model has not."""
         component = self._component(work.component)
         selective = component.selective if work.part == BY_OPERATOR_PART else None
         operators = () if selective is None else selective.operators
         alike = self.model.work_kind[work.component]
         return alike, work.phase, work.samples, work.rule, work.ways, work.part, work.parts, operators
-
-    @cached_property
-    def _computed(self) -> dict[tuple[object, ...], Estimate]:
-        return {}
 
     @cached_property
     def _computation(self) -> ComputeCosts:
@@ -274,22 +253,6 @@ class Costs:
         if not 0 <= rank < self.cluster.size:
             raise CostError(f"rank {rank} is outside the cluster's ranks 0 to {self.cluster.size - 1}; use more devices")
         return self.cluster.devices[rank]
-
-
-def estimate_mix(work: Mix, device: Device) -> Estimate:
-    """Price a weighted sum of arrays of 4 bytes per element in one pass, at the memory bandwidth: every array is read and
-    the sum written.
-
-    Leaves out the launch, and that few kernels reach the published bandwidth.
-    """
-    size_bytes = 4 * (work.copies + 1) * work.elements
-    bandwidth = device.type.memory_bandwidth_bytes_per_s
-    return Estimate.of(
-        (Term("bytes", "start", size_bytes / bandwidth, "published", f"{size_bytes:.4g} B over {bandwidth:.4g} B/s"),),
-        source="published",
-        parameters=(("mix", LOAD_SIGMA),),
-        detail=f"{work.copies + 1} accesses of 4 bytes per element over the memory bandwidth, not measured",
-    )
 
 
 def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:
@@ -354,10 +317,7 @@ def price(
         work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is
             computation that resumes after its rank has waited for communication (`parsim.program.columns.Unit`).
         known: estimates of earlier calls with the same `costs`, read and added to; None starts anew.
-        concurrent: None: every collective and transfer runs alone.
-
-    Raises:
-        CostError: as `Costs.estimate`.
+        concurrent: None: every collective and transfer runs alone. Raises CostError as `Costs.estimate`.
     """
     known = {} if known is None else known
     estimates: list[Estimate] = []

@@ -68,8 +68,7 @@ class ObservedStep:
         step_s: mean step; timed: how many. floor: relative noise of it (the A/A floor).
         slowness: how many times as long a probe took beside the run as while the profile was measured; None: nobody looked.
 
-    Raises:
-        CostError: no step, or a step time that is not a number.
+    Raises CostError: no step, or a step time that is not a number.
     """
 
     steps: Sequence[ClassSeconds]
@@ -86,12 +85,7 @@ class ObservedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was different.
-
-    Attributes:
-        kind: of thing. subject: such as "rank 1". factor: measured seconds over predicted ones. seconds: per step, more than
-            predicted. text, advice: for people.
-    """
+    """One thing that was different; factor: measured seconds over predicted ones. seconds: per step, more than predicted."""
 
     kind: Kind
     subject: str
@@ -111,7 +105,6 @@ class Diagnosis:
     findings: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return asdict(self) | {"findings": [asdict(finding) for finding in self.findings]}
 
     def lines(self) -> list[str]:
@@ -120,11 +113,7 @@ class Diagnosis:
 
 
 def diagnose(predicted: PredictedStep, observed: ObservedStep, *, unexplained_s: float = 0.0) -> Diagnosis:
-    """The verdict on a run.
-
-    Args:
-        unexplained_s: seconds of the mean step that no task explains, where the caller knows them.
-    """
+    """The verdict on a run. `unexplained_s`: seconds of the mean step that no task explains, where the caller knows them."""
     if observed.timed < LEAST_STEPS:
         text = f"no verdict: {observed.timed} timed steps, and {LEAST_STEPS} are needed to tell a difference from noise"
         return Diagnosis(as_predicted=None, text=text)

@@ -1,10 +1,13 @@
-"""One priced piece of work: its median, the terms it was computed from, and which uncertain parameters it rests on."""
+"""One priced piece of work: its median, the terms it was computed from, and what it rests on; and samples of prices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from parsim.errors import CostError
 
@@ -130,28 +133,9 @@ class Estimate:
             )
 
     @classmethod
-    def of(
-        cls,
-        terms: Terms,
-        *,
-        source: Source,
-        parameters: tuple[tuple[str, float], ...] = (),
-        repeat_sigma: float = 0.0,
-        detail: str = "",
-        extrapolated: bool = False,
-        issue_s: float = 0.0,
-    ) -> Estimate:
-        """The estimate that these terms make."""
-        return cls(
-            median_s=folded_s(terms),
-            source=source,
-            parameters=parameters,
-            repeat_sigma=repeat_sigma,
-            detail=detail,
-            extrapolated=extrapolated,
-            issue_s=issue_s,
-            terms=terms,
-        )
+    def of(cls, terms: Terms, *, source: Source, **attributes: Any) -> Estimate:
+        """The estimate that these terms make; `attributes`: its others."""
+        return cls(median_s=folded_s(terms), terms=terms, source=source, **attributes)
 
     @property
     def host_bound(self) -> bool:
@@ -189,10 +173,10 @@ class OverlapFactors:
     Attributes:
         core_of_rank: the processor core each rank runs on; empty: a core each. Ranks on one core share it: k of them that
             compute at once take k times as long each, and what one communicates slows what another computes.
-        communications_share: operations that a rank communicates at once on several streams share its core. Each of k
-            operations takes k times as long, as in a library that works on the processor.
-        loads_ahead: a step's batch loads while the step before still runs, as the copy engine of a GPU does. If the
-            computing core also loads, loading waits for its turn.
+        communications_share: each of k operations that a rank communicates at once on several streams takes k times as long, as
+            in a library that works on the processor.
+        loads_ahead: a step's batch loads while the step before still runs, as the copy engine of a GPU does. If the computing
+            core also loads, loading waits for its turn.
     """
 
     compute: float = 1.0
@@ -200,3 +184,90 @@ class OverlapFactors:
     core_of_rank: tuple[int, ...] = ()
     communications_share: bool = False
     loads_ahead: bool = True
+
+
+# --- from estimates to samples of durations ---------------------------------------------------------------------------
+#
+# One draw per cost *parameter*, shared by every task that depends on it.
+
+
+STEPS_AVERAGED = 20
+
+
+def medians_s(estimates: Sequence[Estimate]) -> NDArray[np.float64]:
+    """Medians of estimates: float64 [n] seconds."""
+    return np.array([estimate.median_s for estimate in estimates], dtype=np.float64)
+
+
+RepeatNoise = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From independent standard normal draws float64 [rows, n] to log(duration / median) of the tasks' own noise."""
+
+
+def sample_durations_s(
+    estimates: Sequence[Estimate], samples: int, seed: int, *, unit: NDArray[np.int64] | None = None
+) -> NDArray[np.float64]:
+    """Draw durations: median * product of exp(sigma * z) over the estimate's parameters.
+
+    Args:
+        estimates: of the units. samples: rows. unit: int64 [n], which estimate each task has (None: task i has estimate i).
+
+    Returns:
+        float64 [samples, n] seconds. The z of a parameter is standard normal, one per sample and parameter. Repeat noise is
+        drawn per task and divided by sqrt(STEPS_AVERAGED). Leaves out correlation between parameters, and that a maximum over
+        noisy ranks exceeds the maximum of their means (see `rank_noise`).
+    """
+    units = np.arange(len(estimates)) if unit is None else unit
+    durations: NDArray[np.float64] = np.concatenate(
+        list(sampled_durations_by_rows(estimates, samples, seed, unit=units, rows=samples))
+    )
+    return durations
+
+
+def sampled_durations_by_rows(
+    estimates: Sequence[Estimate],
+    samples: int,
+    seed: int,
+    *,
+    unit: NDArray[np.int64],
+    rows: int,
+    repeat: RepeatNoise | None = None,
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the draws of `sample_durations_s`, number for number, in pieces of at most so many rows.
+
+    `repeat` makes the repeat noise of the draws if tasks do not draw it independently (`parsim.engines.noise`).
+    """
+    rng = np.random.default_rng(seed)
+    names = sorted({name for estimate in estimates for name, _ in estimate.parameters})
+    column = {name: number for number, name in enumerate(names)}
+    loadings = np.zeros((len(names), len(estimates)))
+    for number, estimate in enumerate(estimates):
+        for name, sigma in estimate.parameters:
+            loadings[column[name], number] += sigma
+    shared = rng.standard_normal((samples, len(names))) @ loadings
+    medians, sigmas = medians_s(estimates)[unit], repeat_sigmas(estimates, unit)
+    for begin in range(0, samples, rows):
+        exponent = shared[begin : begin + rows][:, unit]
+        if sigmas.any():
+            draws = rng.standard_normal(exponent.shape)
+            exponent += draws * sigmas if repeat is None else repeat(draws)
+        yield medians * np.exp(exponent)
+
+
+def repeat_sigmas(estimates: Sequence[Estimate], unit: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Relative spread of each task's own noise in the mean of `STEPS_AVERAGED` steps: float64 [n]."""
+    sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(STEPS_AVERAGED)
+    return sigmas
+
+
+def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:
+    """Draw how slow ranks are in single steps: one log-normal factor per draw and rank, with mean 1: float64 [draws, n].
+
+    `ranks`: int64 [n], of each task; of ranks that share a core, the core; -1 (communication) keeps factor 1. `sigma`: relative
+    spread of a rank's step against the others'.
+    """
+    world = 1 + int(ranks.max(initial=-1))
+    shocks = np.random.default_rng(seed).standard_normal((draws, world))
+    by_rank = np.exp(sigma * shocks - sigma**2 / 2)
+    steady = np.ones((draws, 1))
+    factors: NDArray[np.float64] = np.concatenate([by_rank, steady], axis=1)[:, np.where(ranks < 0, world, ranks)]
+    return factors

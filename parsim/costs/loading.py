@@ -27,7 +27,8 @@ from parsim.costs.estimate import Estimate, Term, Terms, summed
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device
-from parsim.model.formats import FULL_BYTES, Numerics
+from parsim.model.component import FULL_BYTES
+from parsim.model.formats import Numerics
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch
@@ -117,7 +118,6 @@ class MeasuredLoading:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         return {"measured": True, **asdict(self), "text": self.text()}
 
     @classmethod
@@ -135,10 +135,8 @@ FEW = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmeasuredLoading:
-    """Loading of a dataset of the user's own that is priced by its bytes.
-
-    Attributes: reason: why it was not measured. tried: it was read, in vain.
-    """
+    """Loading of a dataset of the user's own that is priced by its bytes. reason: why it was not measured. tried: it was
+    read, in vain."""
 
     reason: str
     tried: bool = False
@@ -147,7 +145,6 @@ class UnmeasuredLoading:
         return f"loading not measured: {self.reason}; priced by its bytes, and reading samples may take much longer"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         return {"measured": False, **asdict(self), "text": self.text()}
 
 
@@ -165,11 +162,8 @@ def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: 
     """Price what a rank's own time goes into while its batch is read.
 
     Args:
-        ranks: of the plan, on this machine.
-        on_cores: the rank computes on a core; else it is a GPU's, and this is the interval of a thread that reads ahead.
-
-    Returns:
-        An Estimate. Leaves out what `parsim.costs.loading` lists.
+        ranks: of the plan, on this machine. on_cores: the rank computes on a core; else it is a GPU's, and this is the interval
+            of a thread that reads ahead.
     """
     terms = _terms(work, loading, ranks, on_cores)
     return Estimate.of(
@@ -248,10 +242,7 @@ class HostPath(NamedTuple):
 
 def host_path(cluster: Cluster, ranks: int, device: Device) -> HostPath:
     """The slowest way to the host of the devices of one type, on the first node that has some, while all ranks of a plan
-    copy.
-
-    Raises CostError if the device computes in the host's memory, or no link to the host is known.
-    """
+    copy. Raises CostError if the device computes in the host's memory, or no link to the host is known."""
     if DEVICE_KINDS[device.type.kind].on_cores:
         raise CostError(
             f"offload to the host needs a device with memory of its own, and {device.type.name} computes in the host's; drop "

@@ -2,22 +2,18 @@
 
     spans of tasks -> `task_durations_s` -> `class_seconds` -> `observed_over_expected` -> `RunCorrections`
 
-A run shows the seconds of the work its own plan does. Three rules extend them to the work of other plans. (1) A slow rank
-is slow at everything. (2) A collective runs at the speed of its slowest link. So it is at least as slow as any group it
-contains, and at most as slow as any group that contains it. (3) Classes without data get the median factor. So a profile
-that is wrong everywhere does not make untried plans look good.
+Three rules extend what the run's own plan shows to the work of other plans. (1) A slow rank is slow at everything. (2) A
+collective runs at the speed of its slowest link: at least as slow as any group it contains, at most as slow as any group that
+contains it. (3) Classes without data get the median factor, so an untried plan on a wrong profile does not look good.
 
-A controller that averages many windows takes each at its word (`learn`). A validation has one run (`refit`), so a factor must
-pass two tests against noise there. It lies more than two standard errors of its mean over the steps from the previous factor.
-It also explains more of the step than the difference between halves of the measurement (the A/A floor). A learnt factor is
-shrunk by its own standard error. A factor that held before stays until a run contradicts it as clearly (hysteresis), and goes
-when it no longer explains more than the floor. Factors are absolute: on the profile as it was calibrated, whatever held before.
-So updates do not compound, and one learnt after the cause is gone undoes the one before.
+A controller that averages many windows takes each at its word (`learn`). A validation has one run (`refit`), so there a factor
+must lie more than two standard errors of its mean from the previous one, and explain more of the step than the difference
+between halves of the measurement (the A/A floor). It is shrunk by its own standard error. One that held before stays until a
+run contradicts it as clearly (hysteresis), and goes when it no longer explains more than the floor. Factors are absolute, on
+the profile as it was calibrated: updates do not compound.
 
-A profile keeps them by device, a plan has ranks: rank r runs on `cluster.devices[r]`. Leaves out several nodes: a profile
-describes one, and what was seen of its devices says nothing of other machines; only factors of phases hold there. Leaves out as
-well that a factor may depend on sizes, loading, and errors that tasks do not show (time between tasks; see
-`parsim.search.adapt.observed`).
+A profile keeps them by device: rank r runs on `cluster.devices[r]`. Leaves out several nodes, where only factors of phases
+hold; that a factor may depend on sizes; loading, and time between tasks (see `parsim.search.adapt.observed`).
 """
 
 from __future__ import annotations
@@ -112,11 +108,8 @@ def task_durations_s(tasks: int, timeline: Timeline, *, complete: bool = False) 
 
     A task on several ranks has one span per rank. Before the latest start the early ranks only wait.
 
-    Args:
-        tasks: of the graph. complete: every task must have a span.
-
-    Raises:
-        GraphError: the timeline names a task that the graph has not, or lacks one that it must have.
+    `complete`: every task must have a span. Raises GraphError: the timeline names a task that the graph has not, or lacks one
+    that it must have.
     """
     foreign = timeline.task[(timeline.task < 0) | (timeline.task >= tasks)]
     if len(foreign):
@@ -181,11 +174,9 @@ class RunCorrections:
         return observed[rank] if rank in observed else _median(observed.values())
 
     def communication_factor(self, key: CommunicationClass) -> float:
-        """The factor of a class of communication, by the first rule of this module that has data:
-
-        as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
-        others; the median of all observed; 1.
-        """
+        """The factor of a class of communication, by the first rule of this module that has data: as observed; the slowest
+        observed class among some of its ranks; the fastest observed class among its ranks and others; the median of all
+        observed; 1."""
         factors = self._by_communication
         if key not in factors:
             ranks = set(key.ranks)
@@ -280,8 +271,7 @@ class Evidence:
         observed: seconds by class, one mapping per step. expected: per step under the profile without updates.
         step_s: mean measured step. floor: relative; what explains less of the step is noise.
 
-    Raises:
-        CostError: no step, or a step time or floor that is not a number.
+    Raises CostError: no step, or a step time or floor that is not a number.
     """
 
     observed: Sequence[ClassSeconds]
@@ -363,11 +353,8 @@ def _phase_factors(seen: Floats, expected: Floats) -> Floats:
 
 
 def _kept(evidence: Evidence, factor: float, single: Floats, expected_s: float, before: float) -> float:
-    """The factor to go on with.
-
-    Args:
-        factor: of the mean step; single: of each step. expected_s: what it multiplies, per step. before: what held until now.
-    """
+    """The factor to go on with, from that of the mean step, those of each, the seconds it multiplies and what held until
+    now."""
     error = float(single.std(ddof=1)) / math.sqrt(len(single)) / factor if len(single) > 1 else 0.0
     if abs(math.log(factor / before)) <= CLEAR * error or not _explains(evidence, factor - before, expected_s):
         return before
@@ -413,15 +400,12 @@ def updates_of(cluster: Cluster) -> RunCorrections:
 
 
 def without_updates(profile: Profile) -> Profile:
-    """The profile as it was calibrated."""
     return profile.model_copy(update={"updates": []})
 
 
 def with_update(profile: Profile, corrections: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
-    """The profile with one more update, that of `corrections` on the cluster's ranks.
-
-    What an earlier update says of devices that the cluster has not is kept. `provenance`: the other keys of `Update`.
-    """
+    """The profile with one more update, that of `corrections` on the cluster's ranks. What an earlier update says of devices
+    that the cluster has not is kept. `provenance`: the other keys of `Update`."""
     device = [entry.index for entry in cluster.devices]
     before = profile.updates[-1:]
     elsewhere = [entry for update in before for entry in update.devices if entry.device not in device]

@@ -154,7 +154,6 @@ class Effects:
         return sum(self.mean.get(name, 0.0) for name in names), math.sqrt(variance)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         lower = self.covariance[np.tril_indices(len(self.names))]
         return {
             "effects": {name: [round(self.mean[name], 4), self.sources[name]] for name in self.names},
@@ -166,7 +165,6 @@ class Effects:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Effects:
-        """What `to_dict` gave."""
         names = tuple(document["effects"])
         covariance = np.zeros((len(names), len(names)))
         rows, columns = np.tril_indices(len(names))
@@ -184,11 +182,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """What published runs say of one run.
-
-    Attributes:
-        factor: of seconds. low, high: over the factored median, the ends of a 90% interval. text: for people.
-    """
+    """What published runs say of one run: a factor of seconds and, over the factored median, the ends of a 90% interval."""
 
     factor: float = 1.0
     low: float = 1.0
@@ -201,13 +195,12 @@ NOTHING_LEARNT = Learnt()
 
 @lru_cache(maxsize=1)
 def published_effects() -> Effects:
-    """Those that come with the package."""
     return Effects.from_dict(json.loads(files("parsim.costs").joinpath("published.json").read_text("utf-8"))["fit"])
 
 
-def learnt_of(run: PublishedRun, effects: Effects | None = None) -> Learnt:
-    """What the shipped effects, or others, say of a run of a source that nobody has seen."""
-    fit = effects or published_effects()
+def learnt_of(run: PublishedRun) -> Learnt:
+    """What the shipped effects say of a run of a source that nobody has seen."""
+    fit = published_effects()
     median, sigma = fit.of(run)
     low, high = fit.ends[class_of(run)]
     shown = [name for name in features_of(run) if fit.sources.get(name)]

@@ -8,7 +8,6 @@ from typing import Any
 
 from parsim.data.cifar import load_cifar
 from parsim.data.generated import load_digits, load_synthetic, load_values
-from parsim.data.own import load_own
 from parsim.data.samples import (
     VALUES,
     BatchOrder,
@@ -21,12 +20,17 @@ from parsim.data.samples import (
     Target,
     TargetValues,
     hold_out,
+    image_shape,
+    load_own,
     order_of,
     part,
     train_and_validation,
 )
 from parsim.errors import DataError, NoSplitError
+from parsim.model.build import interface_of
 from parsim.model.inputs import IGNORED, ModelInput
+from parsim.model.objective import BINARY, CLASSES
+from parsim.model.spec import ModelSpec
 from parsim.registry import Registry
 
 __all__ = [
@@ -41,10 +45,12 @@ __all__ = [
     "Samples",
     "Target",
     "TargetValues",
+    "dataset_for",
     "hold_out",
     "load_dataset",
     "order_of",
     "part",
+    "target_of",
     "train_and_validation",
 ]
 
@@ -53,7 +59,6 @@ SPLITS = ("train", "validation", "test")
 
 
 def _from_factory(row: Any) -> Any:
-    """A factory of the user's own as a DataSource; anything else as it is."""
     is_factory = callable(row) and not isinstance(row, DataSource)
     return DataSource(load=partial(load_own, row), is_own=True) if is_factory else row
 
@@ -99,9 +104,8 @@ def load_dataset(
             `synthetic` alone.
         inputs, targets: what the model takes and predicts, where `target.task` is "values".
 
-    Raises:
-        DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit.
-        MissingDependencyError: digits without scikit-learn.
+    Raises DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit;
+    MissingDependencyError: digits without scikit-learn.
     """
     source = DATASETS[name]
     if split not in SPLITS:
@@ -122,3 +126,41 @@ def load_dataset(
     if not isinstance(data, Samples):
         raise DataError(f"dataset {name!r} returned a {type(data).__name__}; return a parsim.data.Dataset")
     return data
+
+
+# The samples a model trains on: a dataset by name, with the inputs and targets the model takes.
+
+
+MASKED = ("bert", "bert_small")
+"""Models of the zoo that predict the tokens hidden from them; other token models predict the next token."""
+
+
+def target_of(spec: ModelSpec) -> Target:
+    """What the model predicts: a class of an image, tokens of a row of tokens, or values that its interface describes."""
+    interface = interface_of(spec)
+    target = interface.target
+    if target is None or target.high is None or interface.objective.row.targets != CLASSES or len(interface.inputs) != 1:
+        return Target(task=VALUES)
+    if interface.takes_tokens and target.shape == interface.input_shape:
+        return Target(task="masked_token" if spec.name in MASKED else "next_token", classes=target.high)
+    (inputs,) = interface.inputs
+    is_image = inputs.is_number and (len(inputs.shape) == 1 or image_shape(inputs.shape, 1) is not None)
+    if target.shape == () and is_image:
+        return Target(task="classify", classes=target.high)
+    return Target(task=VALUES)
+
+
+def dataset_for(spec: ModelSpec, name: str, *, root: str | None, split: str = "train", seed: int = 0) -> Samples:
+    interface = interface_of(spec)
+    described = interface.target
+    binary = interface.objective.row.targets == BINARY
+    return load_dataset(
+        name,
+        input_shape=interface.input_shape,
+        target=target_of(spec),
+        root=None if root is None else Path(root),
+        split=split,
+        seed=seed,
+        inputs=interface.inputs,
+        targets=None if described is None else TargetValues(described, binary=binary),
+    )

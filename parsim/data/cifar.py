@@ -65,11 +65,8 @@ LAYOUTS = {
 
 
 def load_cifar(name: str, input_shape: tuple[int, ...], target: Target, split: str, root: Path | None = None) -> Dataset:
-    """Read `name` ("cifar10", "cifar100") under `root`, else under the folder named by PARSIM_DATA_DIR.
-
-    Raises:
-        DataError: no such files (says which, where, how large), a damaged file, or a model with too few classes.
-    """
+    """Read `name` ("cifar10", "cifar100") under `root`, else under the folder named by PARSIM_DATA_DIR. Raises DataError: no
+    such files (says which, where, how large), a damaged file, or a model with too few classes."""
     layout = LAYOUTS[name]
     check_images(name, target)
     if target.task != "classify" or target.classes < layout.classes:
@@ -180,10 +177,8 @@ _OTHER_OPCODES = (
 
 class _DataUnpickler(pickle._Unpickler):
     """Builds arrays of bytes, texts, numbers, lists and dicts, and refuses every other name: a pickle runs no code through it.
-
-    Nothing of numpy takes part. numpy believes what a pickle says of a dtype, and a changed byte there reads foreign memory.
-    The reader is the one written in Python: that in C takes gigabytes for a changed byte in the number of a memo.
-    """
+    Nothing of numpy takes part: it believes what a pickle says of a dtype, and a changed byte there reads foreign memory. The
+    reader is the one written in Python: that in C takes gigabytes for a changed byte in the number of a memo."""
 
     dispatch: ClassVar = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _OTHER_OPCODES

@@ -26,11 +26,8 @@ NOISE = 0.1
 def load_values(
     inputs: tuple[ModelInput, ...], targets: TargetValues | None, split: str, *, seed: int, samples: int
 ) -> NamedDataset:
-    """`samples` samples, the same for the same (inputs, targets, split, seed).
-
-    Raises:
-        DataError: no samples, a seed below 0, or no input with a batch.
-    """
+    """`samples` samples, the same for the same (inputs, targets, split, seed). Raises DataError: no samples, a seed below 0, or
+    no input with a batch."""
     batched, constant = ([entry for entry in inputs if entry.constant is is_fixed] for is_fixed in (False, True))
     if samples < 1 or seed < 0 or not batched:
         raise DataError(f"synthetic data needs samples >= 1, seed >= 0 and an input, got {samples}, {seed} and {len(batched)}")
@@ -122,11 +119,10 @@ def load_synthetic(input_shape: tuple[int, ...], target: Target, split: str, *, 
 
     classify: images (or flat vectors) of unit noise around a mean image of their class.
     next_token: sequences in which a fixed rule gives the next token 9 times of 10; the target is the sequence shifted by one.
-    masked_token: the same sequences with 15% of the tokens replaced by the last token of the vocabulary; the target
-    holds the replaced tokens, and IGNORED elsewhere.
+    masked_token: the same sequences with 15% of the tokens replaced by the last token of the vocabulary; the target holds the
+    replaced tokens, and IGNORED elsewhere.
 
-    Raises:
-        DataError: a shape that is neither (c, h, w), (n,) nor, for tokens, (seq,).
+    Raises DataError: a shape that is neither (c, h, w), (n,) nor, for tokens, (seq,).
     """
     if samples < 1 or seed < 0:
         raise DataError(f"synthetic data needs samples >= 1 and seed >= 0, got {samples} and {seed}")
@@ -203,12 +199,8 @@ _SPLIT_SEED = 20240229  # fixed: which images are held out never depends on the 
 
 
 def load_digits(input_shape: tuple[int, ...], target: Target, split: str) -> Dataset:
-    """1,500 training or 297 test images, standardised with the mean and deviation of the training images.
-
-    Raises:
-        DataError: the model wants tokens, or fewer than ten classes.
-        MissingDependencyError: scikit-learn is not installed.
-    """
+    """1,500 training or 297 test images, standardised with the mean and deviation of the training images. Raises DataError: the
+    model wants tokens, or fewer than ten classes; MissingDependencyError: scikit-learn is not installed."""
     check_images("digits", target)
     if target.task != "classify" or target.classes < CLASSES:
         raise DataError(

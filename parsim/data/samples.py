@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
 import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import DataError, NoSplitError
+from parsim.errors import DataError, FactoryError, NoSplitError
 from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, ModelInput
 
 TARGETS = ("target", "targets", "labels", "label", "y")
@@ -26,10 +28,8 @@ TARGETS = ("target", "targets", "labels", "label", "y")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The values of a sample, in the order in which the model takes them.
-
-    Attributes: name: of the dataset, for messages. inputs: with a batch. target: None where the inputs hold it.
-    """
+    """The values of a sample, in the order in which the model takes them. name: of the dataset, for messages. inputs: with a
+    batch. target: None where the inputs hold it."""
 
     name: str
     inputs: tuple[ModelInput, ...]
@@ -48,16 +48,12 @@ class Described:
 
     @property
     def form(self) -> str:
-        """A sample in words."""
         names = [*(entry.name for entry in self.inputs), *(() if self.target is None else ("target",))]
         return f"({', '.join(names)})" if len(names) > 1 else names[0]
 
     def batch(self, samples: Sequence[Any], numbers: Sequence[int]) -> dict[str, NDArray[np.generic]]:
-        """Samples one below the other. numbers: of the samples, for messages.
-
-        Raises:
-            DataError: a sample that does not suit the model; it names sample, value, shape and type.
-        """
+        """Samples, of these numbers, one below the other. Raises DataError: a sample that does not suit the model; it names
+        sample, value, shape and type."""
         rows = []
         for sample, number in zip(samples, numbers, strict=True):
             parts = zip(self.entries.values(), self._parts(sample, f"sample {number}"), strict=True)
@@ -129,10 +125,8 @@ TASKS = ("classify", "next_token", "masked_token", VALUES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a model predicts: one of `classes` per sample (`classify`), or per token (`next_token`, `masked_token`).
-
-    `values`: anything else, or from other inputs than one image or row of tokens; `DataRequest.inputs` and `targets` say what.
-    """
+    """What a model predicts: one of `classes` per sample (`classify`), or per token (`next_token`, `masked_token`). `values`:
+    anything else, or from other inputs than one image or row of tokens; `DataRequest.inputs` and `targets` say what."""
 
     task: str = "classify"
     classes: int = 10
@@ -146,16 +140,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dataset:
-    """Samples kept as they were read, and resized and normalised per batch, so that 32x32 images feed a 224x224 model
-    without a copy of the whole set at that size.
+    """Samples kept as they were read, and resized and normalised per batch, so that 32x32 images feed a 224x224 model without a
+    copy of the whole set at that size.
 
     Attributes:
-        name: "digits", "cifar10", ... source: where the samples come from and what was done to them, in words.
-        split: "train" or "test".
+        source: where the samples come from and what was done to them, in words. split: "train" or "test".
         stored: [n, c, h, w] images (any number type) or [n, seq] int64 tokens.
-        targets: int64 [n] classes, or [n, seq] tokens (IGNORED where the loss must not look).
-        input_shape: shape of one sample as `batch` returns it. classes: targets are 0 .. classes-1.
-        scale, offset: images become stored * scale + offset.
+        targets: int64 [n] classes, or [n, seq] tokens (IGNORED where the loss must not look). classes: they are 0 .. classes-1.
+        input_shape: of one sample as `batch` returns it. scale, offset: images become stored * scale + offset.
     """
 
     name: str
@@ -211,7 +203,7 @@ class NamedDataset:
     """Samples of several inputs of any type, kept as the model takes them.
 
     Attributes:
-        name, source, split: as of a Dataset. samples: how many; sample i is row i modulo the rows that are stored.
+        samples: how many; sample i is row i modulo the rows that are stored.
         inputs: [rows, ...] by name, in the order in which the model takes them. constants: after them, the same in every batch.
         targets: [rows, ...]; None where the inputs hold them.
         types: torch's names of types, by "input:0" ... and "target"; those without one follow the weights.
@@ -282,10 +274,8 @@ def check_resizable(channels: int, input_shape: tuple[int, ...], name: str) -> N
 
 
 def resize(images: NDArray[np.float32], input_shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """[n, c, h, w] to [n, *input_shape] by nearest neighbour: pixel i of `size` reads pixel floor(i * stored / size).
-
-    A multiple of the stored size repeats every pixel exactly; channels are repeated, or averaged into one.
-    """
+    """[n, c, h, w] to [n, *input_shape] by nearest neighbour: pixel i of `size` reads pixel floor(i * stored / size). A
+    multiple of the stored size repeats every pixel exactly; channels are repeated, or averaged into one."""
     shape = image_shape(input_shape, images.shape[1])
     assert shape is not None, "checked when the dataset was made"
     channels, height, width = shape
@@ -303,10 +293,8 @@ def resize(images: NDArray[np.float32], input_shape: tuple[int, ...]) -> NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOrder:
-    """Which samples step k trains on; the same for every plan. Its whole state is (seed, step).
-
-    Each epoch is a permutation of the n samples drawn from (seed, epoch); the samples left over at its end are dropped.
-    """
+    """Which samples step k trains on; the same for every plan. Its whole state is (seed, step). Each epoch is a permutation of
+    the n samples drawn from (seed, epoch); the samples left over at its end are dropped."""
 
     n: int
     global_batch: int
@@ -339,10 +327,8 @@ class BatchOrder:
 
 @lru_cache(maxsize=4)
 def permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """A uniformly random order of 0 .. count-1, the same on every machine: int64 [count], not to be written to.
-
-    It sorts raw 64-bit outputs of PCG64, a stream that numpy keeps fixed.
-    """
+    """A uniformly random order of 0 .. count-1, the same on every machine: int64 [count], not to be written to. It sorts raw
+    64-bit outputs of PCG64, a stream that numpy keeps fixed."""
     keys = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     order.setflags(write=False)
@@ -350,13 +336,9 @@ def permutation(count: int, *seed: int) -> NDArray[np.int64]:
 
 
 def part(indices: NDArray[np.int64], *, replica: int, dp: int, microbatch: int = 0, microbatches: int = 1) -> NDArray[np.int64]:
-    """The samples of one microbatch of one replica: contiguous slices, replica-major.
-
-    With s = len(indices) / (dp * microbatches), replica r and microbatch m read indices[(r * microbatches + m) * s :][:s].
-
-    Raises:
-        DataError: the batch does not divide, or replica or microbatch is out of range.
-    """
+    """The samples of one microbatch of one replica: contiguous slices, replica-major. With s = len(indices) / (dp *
+    microbatches), replica r and microbatch m read indices[(r * microbatches + m) * s :][:s]. Raises DataError: the batch does
+    not divide, or replica or microbatch is out of range."""
     parts = dp * microbatches
     if parts < 1 or len(indices) % parts:
         raise DataError(f"the batch ({len(indices)}) must be divisible by dp ({dp}) * microbatches ({microbatches}) = {parts}")
@@ -403,7 +385,6 @@ class RandomStates:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Go on from where the last use ended. Other threads that draw from them wait."""
         with alone():
             others = _states()
             if self._last is not None:
@@ -440,10 +421,7 @@ def seed_generators(seed: int, split: str, *numbers: int) -> None:
 
 
 class MapSamples:
-    """A dataset with `__getitem__` and `__len__` (and perhaps `__getitems__`).
-
-    Attributes: dataset: of the user. described: what the model takes. split: its name. seed: of random transformations.
-    """
+    """A dataset with `__getitem__` and `__len__` (and perhaps `__getitems__`). seed: of random transformations."""
 
     def __init__(self, dataset: Any, described: Described, *, split: str, seed: int) -> None:
         self.dataset, self.described, self.split, self.seed = dataset, described, split, seed
@@ -456,7 +434,6 @@ class MapSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.described.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -470,10 +447,8 @@ class MapSamples:
 
 
 class StreamSamples:
-    """An iterable dataset, read in its own order, pass after pass; positions are counted through all passes.
-
-    Positions must rise from call to call; going back begins anew. Attributes: those of MapSamples.
-    """
+    """An iterable dataset, read in its own order, pass after pass; positions are counted through all passes. They must rise
+    from call to call; going back begins anew."""
 
     def __init__(self, dataset: Any, described: Described, *, split: str, seed: int) -> None:
         self.dataset, self.described, self.split, self.seed = dataset, described, split, seed
@@ -494,7 +469,6 @@ class StreamSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.described.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> Arrays:
@@ -565,7 +539,6 @@ class ChosenSamples:
 
     @property
     def types(self) -> Mapping[str, str]:
-        """See `Described.types`."""
         return self.base.types
 
     def values(self, indices: NDArray[np.int64], epoch: int = 0) -> dict[str, NDArray[np.generic]]:
@@ -625,11 +598,8 @@ def order_of(data: Samples, global_batch: int, seed: int) -> Order:
 
 
 def train_and_validation(load: Callable[[str], Samples], share: float | None, seed: int) -> tuple[Samples, Samples]:
-    """The samples to train on, and those to validate with. Raises DataError as `hold_out`.
-
-    Args:
-        load: gives a split of the dataset. share: as `hold_out` takes it; None: the dataset's own split, or SHARE without one.
-    """
+    """The samples to train on, and those to validate with. load: gives a split of the dataset. share: as `hold_out` takes it,
+    and raises; None: the dataset's own split, or SHARE without one."""
     if share is None:
         try:
             return load("train"), load("validation")
@@ -639,14 +609,9 @@ def train_and_validation(load: Callable[[str], Samples], share: float | None, se
 
 
 def hold_out(data: Samples, share: float, seed: int) -> tuple[ChosenSamples, ChosenSamples]:
-    """The samples to train on, and those held out for validation, chosen by the seed alone.
-
-    Args:
-        share: below 1: of the samples; else how many.
-
-    Raises:
-        DataError: nothing would be held out, or nothing left to train on; or an iterable dataset, which has no numbers.
-    """
+    """The samples to train on, and those held out for validation, chosen by the seed alone. share: below 1: of the samples;
+    else how many. Raises DataError: nothing would be held out, or nothing left to train on; or an iterable dataset, which has
+    no numbers."""
     if isinstance(data, StreamSamples):
         raise DataError(
             f"{data.described.name} is iterable, so no part of it can be held out; let the dataset return one for split = "
@@ -673,10 +638,7 @@ class TargetValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """A request for a dataset; the attributes are the arguments of `load_dataset`.
-
-    With `target.task` "values", `inputs` and `targets` say what the model takes and predicts.
-    """
+    """A request for a dataset: the arguments of `load_dataset`."""
 
     input_shape: tuple[int, ...]
     target: Target
@@ -690,13 +652,85 @@ class DataRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """One dataset.
-
-    Attributes:
-        load: makes the Dataset; the same samples for equal requests, on every rank. Raises DataError where the model does not
-            suit the data.
-        is_own: a factory that may have a split "validation".
-    """
+    """One dataset. load: makes the samples, the same for equal requests, on every rank; raises DataError where the model does
+    not suit the data. is_own: a factory that may have a split "validation"."""
 
     load: Callable[[DataRequest], Samples]
     is_own: bool = False
+
+
+# `dataset = "package.module:factory"`: what a function or class of the user's own returns, as samples of the model.
+
+
+TAKEN = ("split", "root", "seed")
+"""Arguments that a factory may have."""
+
+OwnSamples = Dataset | NamedDataset | MapSamples | StreamSamples
+
+
+def load_own(factory: Callable[..., Any], ask: DataRequest) -> OwnSamples:
+    """Call the factory with those of `split`, `root` and `seed` that it takes, and look at what it returns: a dataset, a
+    mapping from "train", "validation" and "test" to datasets, or None for a split that it lacks. One that takes no split and
+    returns one dataset has training samples alone.
+
+    Raises NoSplitError: it has no such split. DataError: it returns no dataset, or samples that do not suit the model.
+    FactoryError: it raised.
+    """
+    name = getattr(factory, "__qualname__", repr(factory))
+    arguments = {"split": ask.split, "root": None if ask.root is None else str(ask.root), "seed": ask.seed}
+    names = _taken(factory, name)
+    try:
+        dataset = factory(**{key: arguments[key] for key in names})
+    except NoSplitError:
+        raise
+    except Exception as error:
+        lines = traceback.format_exc(limit=-3)
+        raise FactoryError(f"dataset {name} raised {type(error).__name__}: {error}\n{lines}") from error
+    if isinstance(dataset, Mapping):
+        dataset = dataset.get(ask.split)
+    elif "split" not in names and ask.split != "train":
+        dataset = None
+    if dataset is None:
+        raise NoSplitError(f"dataset {name} has no split {ask.split!r}; let it take split= and return one for {ask.split!r}")
+    return _samples(dataset, name, ask)
+
+
+def _taken(factory: Callable[..., Any], name: str) -> list[str]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    for parameter in parameters:
+        is_needed = parameter.default is parameter.empty
+        is_one = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if is_needed and is_one and parameter.name not in TAKEN:
+            raise DataError(
+                f"dataset {name} needs the argument {parameter.name!r}; parsim gives {', '.join(TAKEN)}: give it a default, or "
+                "write a function without it"
+            )
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return list(TAKEN)
+    return [parameter.name for parameter in parameters if parameter.name in TAKEN]
+
+
+def _samples(dataset: Any, name: str, ask: DataRequest) -> OwnSamples:
+    if isinstance(dataset, Dataset | NamedDataset):
+        return dataset
+    has_items, has_length = hasattr(dataset, "__getitem__"), hasattr(dataset, "__len__")
+    is_iterable = hasattr(type(dataset), "__iter__")
+    if type(dataset).__name__ == "DataLoader" or isinstance(dataset, str | bytes) or not (has_items or is_iterable):
+        raise DataError(
+            f"dataset {name} returned a {type(dataset).__name__}; return a dataset: __getitem__ and __len__, or __iter__ "
+            "(batches, order and workers are parsim's)"
+        )
+    if has_items and not has_length and not is_iterable:
+        raise DataError(f"dataset {name}: {type(dataset).__name__} has __getitem__ but no __len__; add it")
+    constant = [value.name for value in ask.inputs if value.constant]
+    if constant:
+        raise DataError(
+            f"dataset {name}: input {constant[0]!r} is the same for every batch, and a dataset gives samples; make it a buffer "
+            "of the module"
+        )
+    described = Described(name, ask.inputs, None if ask.targets is None else ask.targets.described)
+    kind = MapSamples if has_items and has_length else StreamSamples
+    return kind(dataset, described, split=ask.split, seed=ask.seed)

@@ -38,7 +38,6 @@ class ShardingRule:
     Attributes:
         deal: from targets [n], the samples each replica gets at best (int64 [replicas]), a generator, and the rule's number.
         number: of the rule, where none is given; None: it takes none. own: called with (targets, replicas, seed) instead.
-        reads_targets: whether it depends on them.
     """
 
     deal: Callable[[Targets, NDArray[np.int64], np.random.Generator, float], Shards]
@@ -58,10 +57,8 @@ def label_sorted_shards(targets: Targets, sizes: NDArray[np.int64], _: np.random
 
 
 def dirichlet_shards(targets: Targets, sizes: NDArray[np.int64], rng: np.random.Generator, concentration: float) -> Shards:
-    """Each class is dealt out in proportions drawn from Dirichlet(concentration * sizes/mean size).
-
-    A worker that would stay empty takes one sample of the largest shard, so every worker can train.
-    """
+    """Each class is dealt out in proportions drawn from Dirichlet(concentration * sizes/mean size). A worker that would stay
+    empty takes one sample of the largest shard, so every worker can train."""
     if not concentration > 0:
         raise DataError(f"the Dirichlet concentration must be > 0, got {concentration}; 0.1 is very uneven, 100 nearly even")
     prior = concentration * sizes / sizes.mean()
@@ -102,10 +99,8 @@ def shards_text(value: Any) -> Any:
 
 
 def parse_shards(text: str) -> tuple[ShardingRule, float, tuple[int, ...]]:
-    """The rule, its number and the sizes that a text such as `dirichlet:0.3` or `sizes:900,537` names.
-
-    Raises DataError: an unknown rule, or numbers that it does not take.
-    """
+    """The rule, its number and the sizes that a text such as `dirichlet:0.3` or `sizes:900,537` names. Raises DataError: an
+    unknown rule, or numbers that it does not take."""
     if is_reference(text):
         return SHARDINGS[text], 0.0, ()
     name, given, numbers = text.partition(":")
@@ -149,14 +144,11 @@ def check_enough(samples: int, count: int, whose: str = "replicas") -> None:
 
 
 def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
-    """The shard of each replica: int64 arrays of sample numbers.
+    """The shard of each replica: int64 arrays of sample numbers, by a text as of `parse_shards`. targets: [n], classes where
+    the rule depends on them.
 
-    Args:
-        text: as of `parse_shards`. targets: [n], classes where the rule depends on them.
-
-    Raises:
-        DataError: more replicas than samples, sizes that are not one per replica or do not sum to the samples, or a function
-            whose shards do not hold every sample exactly once.
+    Raises DataError: more replicas than samples, sizes that are not one per replica or do not sum to the samples, or a function
+    whose shards do not hold every sample exactly once.
     """
     rule, number, sizes = parse_shards(text)
     check_enough(len(targets), replicas)
@@ -190,10 +182,8 @@ def _cut(order: NDArray[np.int64], sizes: NDArray[np.int64]) -> Shards:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedOrder:
-    """Which samples each step trains on: of every replica the next ones of its shard, one replica after another.
-
-    A replica passes over its shard again and again, each time in an order drawn from (seed, replica, pass).
-    """
+    """Which samples each step trains on: of every replica the next ones of its shard, one replica after another. A replica
+    passes over its shard again and again, each time in an order drawn from (seed, replica, pass)."""
 
     shards: Shards
     global_batch: int
@@ -201,15 +191,12 @@ class ShardedOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of all samples together, as without shards."""
         return max(1, sum(map(len, self.shards)) // self.global_batch)
 
     def epoch_of(self, step: int) -> int:
-        """As without shards."""
         return step // self.steps_per_epoch
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """The sample numbers of a step: int64 [global_batch]."""
         each = self.global_batch // len(self.shards)
         return np.concatenate([self._next(replica, step * each, each) for replica in range(len(self.shards))])
 
@@ -238,10 +225,8 @@ def targets_of(data: Samples) -> Targets:
 
 
 def training_order(data: Samples, global_batch: int, seed: int, *, shards: str | None, replicas: int) -> Order:
-    """The order in which replicas read the samples: of all together, or (`shards`, a text) each of its own.
-
-    Raises DataError: as `order_of`, `parse_shards` and `deal`; or an iterable dataset, which cannot be dealt.
-    """
+    """The order in which replicas read the samples: of all together, or (`shards`, a text) each of its own. Raises DataError:
+    as `order_of`, `parse_shards` and `deal`; or an iterable dataset, which cannot be dealt."""
     if shards is None:
         return order_of(data, global_batch, seed)
     if isinstance(data, StreamSamples):

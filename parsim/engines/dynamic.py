@@ -13,7 +13,7 @@ static engine bit for bit.
 Programs add repeats, whose steps open and close one after the other. They also add resources that serve by arrival.
 Requests of one instant are ordered after everything else of that instant has happened.
 
-Leaves out: failures, which stop whole steps and belong to `parsim.engines.scenario.whole_run`.
+Leaves out: failures, which stop whole steps and belong to `parsim.engines.whole_run`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,16 +29,21 @@ import simpy
 from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.engines.deadlock import describe_task, stuck_error
-from parsim.engines.program import DurationsOf, Part, Program, Served, durations_by_step_s, resources_of, waiting_tasks
-from parsim.engines.scenario.links import Flow, Lane, max_min_rates
-from parsim.engines.scenario.scenario import Conditions
-from parsim.engines.static import AnyGraph, Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
+from parsim.engines.program import Part, Program, Served, waiting_tasks
+from parsim.engines.scenario import Conditions, Flow, Lane, Scenario, max_min_rates
+from parsim.engines.static import (
+    AnyGraph,
+    Slowdown,
+    checked_durations_s,
+    checked_slowdown,
+    describe_task,
+    simulated_timeline,
+    stuck_error,
+)
 from parsim.errors import StandstillError
 from parsim.numeric import Floats
 from parsim.program.columns import Columns, columns_of
-from parsim.program.task import COMPUTE, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, is_communication
 
@@ -80,10 +85,8 @@ class Instants:
 
 
 class Counter:
-    """A resource that serves one task at a time, first come first served.
-
-    Those who come in one instant are lined up by rank, then step, then task.
-    """
+    """A resource that serves one task at a time, first come first served. Those who come in one instant are lined up by
+    rank, then step, then task."""
 
     def __init__(self, instants: Instants, serve: Callable[[tuple[int, int]], None]) -> None:
         self.served: list[tuple[int, int]] = []
@@ -94,13 +97,11 @@ class Counter:
         self._busy = False
 
     def ask(self, key: tuple[int, int], rank: int) -> None:
-        """The task (step, task) of `rank` has come."""
         if not self._come:
             self._instants.line_up(self._line_up)
         self._come.append((rank, key))
 
     def leave(self) -> None:
-        """The task that was served has ended."""
         self._busy = False
         self._next()
 
@@ -207,7 +208,7 @@ class Paces:
     @property
     def _now_s(self) -> float:
         """In the scenario's time."""
-        return float(self._environment.now) + self._conditions.start_s
+        return float(self._environment.now) + self._conditions.scenario.start_s
 
     def _doubt_core(self, core: int) -> None:
         for side in self._active[core]:
@@ -246,7 +247,7 @@ class Paces:
                     on_core = self._active[core][True]
                     beside *= sum(on_core.values()) / on_core[key]
                 factor = max(factor, beside)
-        if not running.communicates and self._conditions.stragglers:
+        if not running.communicates and self._conditions.scenario.stragglers:
             factor *= max(self._conditions.slowness(rank, self._now_s) for rank in running.ranks)
         return factor
 
@@ -293,7 +294,7 @@ class Paces:
         for key, flow in self._moving.items():
             most = min(flow.room[lane] * room[lane] / share for lane, share in flow.loads.items())
             alone[key] = self._running[key].own * (flow.full_pace / most) if most > 0 else math.inf
-        if not conditions.share_links or max(users.values()) == 1:
+        if not conditions.scenario.share_links or max(users.values()) == 1:
             return alone
         lanes = {lane: number for number, lane in enumerate(users)}
         loads, capacity = np.zeros((len(lanes), len(self._moving))), np.zeros(len(lanes))
@@ -325,15 +326,14 @@ def simulate(
 
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
-        DeadlockError: issue orders that wait for one another.
-        StandstillError: a link that is down for good stops the step.
+        DeadlockError: issue orders that wait for one another. StandstillError: a link that is down for good stops the step.
     """
     columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
     durations = checked_durations_s(columns, durations_s, dimensions=1)
     if not columns.size:
         return simulated_timeline(columns, np.zeros(0), np.zeros(0))
     program = Program(parts=(Part(graph=columns.graph),))
-    done = run_program(program, lambda part, step: durations, overlap=overlap, conditions=conditions, record=True)
+    done = run_program(program, [durations], overlap=overlap, conditions=conditions, record=True)
     return simulated_timeline(columns, done.start_s, done.end_s)
 
 
@@ -353,15 +353,13 @@ class ProgramRun:
 
     @property
     def makespan_s(self) -> float:
-        """To the end of the last task."""
         return float(self.step_end_s.max())
 
 
 def run_program(
     program: Program,
-    durations_s: DurationsOf,
+    durations_s: Sequence[ArrayLike],
     *,
-    varying: bool = False,
     overlap: OverlapFactors | None = None,
     conditions: Conditions | None = None,
     record: bool = False,
@@ -369,12 +367,15 @@ def run_program(
     """Simulate a program from 0, with every resource free.
 
     Args:
-        durations_s: what tasks take alone, asked once per part, unless `varying`: then for every step.
-        overlap, conditions: as `simulate` takes them. record: keep start and end of every task.
+        durations_s: of every step what its tasks take alone, float64 [tasks of its part].
+        record: keep start and end of every task.
 
     Raises as `simulate`.
     """
-    rows_s = durations_by_step_s(program, durations_s, varying=varying)
+    rows_s = [
+        checked_durations_s(part.graph, row, dimensions=1, step=step)
+        for step, (part, row) in enumerate(zip(program.steps, durations_s, strict=True))
+    ]
     run = _Run(program, rows_s, checked_slowdown(overlap, program.world_size), conditions, record)
     run.to_the_end()
     return ProgramRun(
@@ -416,8 +417,6 @@ class _Step:
 
 
 class _Run:
-    """One simulation of a program."""
-
     def __init__(
         self, program: Program, rows_s: list[Floats], slowdown: Slowdown, conditions: Conditions | None, record: bool
     ) -> None:
@@ -429,22 +428,23 @@ class _Run:
         self._record = record
         self._program = program
         self._rows_s = rows_s
-        self._shapes = {id(part): _Shape(part, program.arrival) for part in program.walk_once()}
+        self._shapes = {id(part): _Shape(part, program.arrival) for part in program.unlike_parts}
         self._steps: dict[int, _Step] = {}
         self._closed: set[int] = {number for number, part in enumerate(program.steps) if not part.graph.tasks}
         self._makers: dict[str, list[int]] = {}  # per value that some part reads, the steps that make it, in order
-        read = {value for part in program.walk_once() for value in part.reads}
+        read = {value for part in program.unlike_parts for value in part.reads}
         for number, part in enumerate(program.steps):
             for value in read.intersection(part.makes):
                 self._makers.setdefault(value, []).append(number)
         self._carried: dict[StepTask, list[StepTask]] = {}
         self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
-        self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
-        resources = resources_of(program)
-        self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
+        self._paces = Paces(self, slowdown, conditions or Conditions(scenario=Scenario())) if needed else None
+        self.counters = {
+            resource: Counter(self.instants, self._start) for resource in program.resources if resource in program.arrival
+        }
         # the tasks of each resource in issue order, step after step, behind the one that is at its head
-        self._queues = {resource: program.issued(resource) for resource in resources if resource not in program.arrival}
+        self._queues = {resource: program.issued(resource) for resource in program.resources if resource not in program.arrival}
         for queue in self._queues.values():
             self._unblock(next(queue, None))
 

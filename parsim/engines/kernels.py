@@ -1,20 +1,100 @@
-"""The compiled loops of the static engine. Importing this module loads numba (about a second); static.py does so when
-it first simulates. Without numba they run as Python, and those over many draws by numpy (`plain`).
+"""The loops of the static engine, compiled by numba. Importing this module loads it (about a second); `static` does so when it
+first simulates. Without numba they run as Python, and those that take longest on lists or by numpy over all draws at once.
+Both give the same numbers, bit for bit.
 
 `g` is a GraphArrays; `floor[r]` is the second from which resource r is free; `slowdown` is a Slowdown, `on_core` the resources
-of each core. No fast-math: sums and maxima are those of
-IEEE doubles, so that the engines can be equal bitwise.
+of each core. No fast-math: sums and maxima are those of IEEE doubles, so that the engines can be equal bitwise.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import warnings
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from parsim.engines import plain
 from parsim.jit import njit
 from parsim.numeric import Bools, Floats, Ints
+from parsim.program.columns import RaggedTable
+
+MANY_TASKS = 100_000
+"""Of one graph: Python's loops then take about half a second for each of the plans that a search simulates."""
+
+
+def run_plain_on_lists(g: Any, durations: Floats, floor: Floats, start: Floats, end: Floats) -> None:
+    if len(g.order) > MANY_TASKS:
+        warnings.warn(
+            f"simulating {len(g.order):,} tasks without numba is slow: pip install 'parsim[fast]'",
+            stacklevel=2,
+        )
+    before, heads, seconds, floors = _lists(g.before), _lists(g.heads), durations.tolist(), floor.tolist()
+    starts, ends = start.tolist(), end.tolist()
+    for task in g.order.tolist():
+        begin = 0.0
+        for earlier in before[task]:
+            if ends[earlier] > begin:
+                begin = ends[earlier]
+        for resource in heads[task]:
+            if floors[resource] > begin:
+                begin = floors[resource]
+        starts[task], ends[task] = begin, begin + seconds[task]
+    start[:], end[:] = starts, ends
+
+
+def last_ends_of_rows_by_numpy(g: Any, durations: Floats, unit: Ints, steps: int, together: Ints) -> Floats:
+    seconds = np.ascontiguousarray(durations.T)
+    column = unit.tolist() if len(unit) else range(len(g.order))
+    return _follow(g, steps, together, len(durations), lambda task, begin: begin + seconds[column[task]])
+
+
+def last_ends_side_by_side_by_numpy(
+    g: Any, durations: Floats, of_rank: Ints, factors: Floats, joins: Bools, steps: int, together: Ints
+) -> Floats:
+    draws, _, rows = factors.shape
+    of_each = np.ascontiguousarray(factors.transpose(1, 0, 2).reshape(factors.shape[1], draws * rows))
+
+    def end_of(task: int, begin: Floats) -> Floats:
+        if joins[task]:
+            begin = np.repeat(begin.reshape(draws, rows).max(axis=1), rows)
+        end: Floats = begin + durations[task] * (of_each[of_rank[task]] if of_rank[task] >= 0 else 1.0)
+        return end
+
+    ends: Floats = _follow(g, steps, together, draws * rows, end_of).reshape(draws, rows).max(axis=1)
+    return ends
+
+
+def _follow(g: Any, steps: int, together: Ints, width: int, end_of: Any) -> Floats:
+    """float64 [width]: the end of the last task; `end_of` takes a task and float64 [width], when it begins."""
+    order, before, heads = g.order.tolist(), _lists(g.before), _lists(g.heads)
+    last, groups = g.last.tolist(), together.tolist()
+    used = [resource for resource in range(len(last)) if last[resource] >= 0]
+    end = np.zeros((len(order), width))
+    floor = np.zeros((len(last), width))
+    total = np.zeros(width)
+    for _ in range(steps):
+        for task in order:
+            begin = np.zeros(width)
+            for earlier in before[task]:
+                np.maximum(begin, end[earlier], out=begin)
+            for resource in heads[task]:
+                np.maximum(begin, floor[resource], out=begin)
+            end[task] = end_of(task, begin)
+        ended = np.zeros((max(groups, default=-1) + 1, width))
+        for resource in used:
+            np.maximum(ended[groups[resource]], end[last[resource]], out=ended[groups[resource]])
+        floor = ended[groups] if groups else floor
+        total = np.maximum(total, floor.max(axis=0, initial=0.0))
+    return total
+
+
+def _lists(table: RaggedTable) -> list[list[int]]:
+    offsets, values = table.offsets.tolist(), table.values.tolist()
+    return [values[first:last] for first, last in pairwise(offsets)]
+
+
+# --- compiled loops ---------------------------------------------------------------------------------------------------
+
 
 _OTHER, _COMPUTING, _COMMUNICATING = 0, 1, 2
 
@@ -56,7 +136,7 @@ def longest_path(order, before, durations, end):  # type: ignore[no-untyped-def]
     return longest
 
 
-@njit(cache=True, nogil=True, plain=plain.run_plain)
+@njit(cache=True, nogil=True, plain=run_plain_on_lists)
 def run_plain(g, durations, floor, start, end):  # type: ignore[no-untyped-def]
     """Fill start and end: start = max of the ends before, and of the floors of the resources a task is first on."""
     for position in range(len(g.order)):
@@ -310,7 +390,7 @@ LANES = 4
 """Rows of durations that one pass over a graph takes side by side: its arrays are most of what a pass reads."""
 
 
-@njit(cache=True, nogil=True, plain=plain.last_ends_of_rows)
+@njit(cache=True, nogil=True, plain=last_ends_of_rows_by_numpy)
 def last_ends_of_rows(g, durations, unit, steps, together):  # type: ignore[no-untyped-def]
     """float64 [S]: as `last_ends` where nothing slows anything, of several rows at a time."""
     samples, n = len(durations), len(g.kind)
@@ -353,7 +433,7 @@ def last_ends_of_rows(g, durations, unit, steps, together):  # type: ignore[no-u
     return total
 
 
-@njit(cache=True, nogil=True, plain=plain.last_ends_side_by_side)
+@njit(cache=True, nogil=True, plain=last_ends_side_by_side_by_numpy)
 def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, together):  # type: ignore[no-untyped-def]
     """float64 [draws]: as `last_ends` without slowdown, of a program whose tasks have a time in each of several rows.
 
@@ -395,7 +475,7 @@ def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, togethe
 
 @njit(cache=True, nogil=True)
 def noise_paths(order, before, end, wrap, spread, level, joins_shards, joins_replicas, mean1, var1):  # type: ignore[no-untyped-def]
-    """The task each task waits for longest, and the variance that noise has added up on the way (see engines/slowest).
+    """The task each task waits for longest, and the variance that noise has added up on the way (see `parsim.engines.noise`).
 
     Returns: int64 [n], -1 for none; and float64 [2, 3, n]. Axis 0 is the first step and a later one. Axis 1 is shards alone,
     replicas, and the mean by which replicas are late.
@@ -442,48 +522,46 @@ def slowest_of(table, x, low, step):  # type: ignore[no-untyped-def]
     return table[cell] + (place - cell) * (table[cell + 1] - table[cell])
 
 
-@njit(cache=True, nogil=True, plain=plain.slowest_delays)
-def slowest_delays(  # type: ignore[no-untyped-def]
-    order, latest, states, wrap, spread, level, joins_shards, joins_replicas, mean1, var1, tables, table_of, low, step_z, draws
-):
+@njit(cache=True, nogil=True)
+def slowest_delays(ranks, low, step_z, draws):  # type: ignore[no-untyped-def]
     """Turn `draws`, standard normal [rows, n], into the seconds by which each task of the slowest is late, in place.
 
-    tables: float64 [k, points]: row 0 is of the shards, the others of replicas; table_of: the row of each task's replica.
+    ranks: `noise.SlowestRanks`; its tables begin at `low`, in steps of `step_z`.
     """
-    n = len(order)
+    n = len(ranks.order)
     own = np.zeros((3, n))
     first = np.zeros((3, n))
     for row in range(len(draws)):
         for step in range(2):
             for position in range(n):
-                task = order[position]
-                before, state, sums = latest[task], states[step], own
+                task = ranks.order[position]
+                before, state, sums = ranks.latest[task], ranks.states[step], own
                 if before == -1:
-                    before, state, sums = (wrap[task] if step == 1 else -1), states[0], first
+                    before, state, sums = (ranks.wrap[task] if step == 1 else -1), ranks.states[0], first
                 alone, shared, reached, variance = 0.0, 0.0, 0.0, 0.0
                 if before >= 0:
                     alone, shared, reached, variance = sums[0, before], sums[1, before], sums[2, before], state[0, before]
-                if joins_shards[task]:
+                if ranks.joins_shards[task]:
                     if variance > 0.0:
-                        shared += np.sqrt(variance) * slowest_of(tables[0], alone / np.sqrt(variance), low, step_z)
+                        shared += np.sqrt(variance) * slowest_of(ranks.tables[0], alone / np.sqrt(variance), low, step_z)
                     alone = 0.0
-                if joins_replicas[task]:
+                if ranks.joins_replicas[task]:
                     alone, shared, reached = 0.0, 0.0, 0.0
-                noise = spread[task] * draws[row, task] if spread[task] > 0.0 else 0.0
+                noise = ranks.spread[task] * draws[row, task] if ranks.spread[task] > 0.0 else 0.0
                 ends = reached
-                if spread[task] > 0.0 and level[task] > 0:
-                    if level[task] == 1:
+                if ranks.spread[task] > 0.0 and ranks.level[task] > 0:
+                    if ranks.level[task] == 1:
                         alone += noise
                     else:
                         shared += noise
                     noise = 0.0
-                    now = states[step]
+                    now = ranks.states[step]
                     root = np.sqrt(now[0, task])
-                    slowest = root * slowest_of(tables[0], alone / root, low, step_z) if root > 0.0 else 0.0
-                    mean = now[2, task] + root * mean1
-                    deviation = np.sqrt(now[1, task] + now[0, task] * var1)
+                    slowest = root * slowest_of(ranks.tables[0], alone / root, low, step_z) if root > 0.0 else 0.0
+                    mean = now[2, task] + root * ranks.mean
+                    deviation = np.sqrt(now[1, task] + now[0, task] * ranks.variance)
                     standing = (shared + slowest - mean) / deviation
-                    ends = mean + deviation * slowest_of(tables[table_of[task]], standing, low, step_z)
+                    ends = mean + deviation * slowest_of(ranks.tables[ranks.table_of[task]], standing, low, step_z)
                 own[0, task], own[1, task], own[2, task] = alone, shared, ends
                 if step == 1:
                     draws[row, task] = ends - reached + noise

@@ -24,17 +24,17 @@ to wait for the slowest shard too, and those of a sharding group (`Mesh.dp_shard
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.draws import rank_noise
+from parsim.costs.estimate import rank_noise
 from parsim.engines.static import CompiledGraph
 from parsim.numeric import Floats, Ints
-from parsim.program.fold import Folding
+from parsim.program.columns import Folding
 from parsim.timeline import Timeline
 from parsim.work import Collective
 
@@ -45,8 +45,7 @@ BY_NOBODY_ELSE, BY_SHARDS, BY_REPLICAS = 0, 1, 2
 """Whose noise a task's is: of the one task that all ranks share, of every shard for itself, of every replica for itself."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlowestRanks:
+class SlowestRanks(NamedTuple):
     """Which tasks of a folded program have noise, on which paths it adds up, and which collectives wait for the slowest.
 
     Attributes:
@@ -76,23 +75,7 @@ class SlowestRanks:
         """log(duration / median) from independent standard normal draws, both float64 [rows, n]; `draws` is used up."""
         from parsim.engines import kernels
 
-        late = kernels.slowest_delays(
-            self.order,
-            self.latest,
-            self.states,
-            self.wrap,
-            self.spread,
-            self.level,
-            self.joins_shards,
-            self.joins_replicas,
-            self.mean,
-            self.variance,
-            self.tables,
-            self.table_of,
-            -REACH,
-            2 * REACH / (POINTS - 1),
-            draws,
-        )
+        late = kernels.slowest_delays(self, -REACH, 2 * REACH / (POINTS - 1), draws)
         exponents: Floats = np.divide(late, self.seconds, out=np.zeros_like(late), where=self.seconds > 0)
         return exponents
 
@@ -100,10 +83,8 @@ class SlowestRanks:
 def slowest_ranks(
     compiled: CompiledGraph, folding: Folding, timeline: Timeline, medians_s: Floats, sigma: Floats
 ) -> SlowestRanks:
-    """The slowest of the ranks that a folded program's ranks stand for.
-
-    `timeline`: of the medians. `medians_s`, `sigma`: float64 [n], per task: seconds, and the relative spread of its noise.
-    """
+    """The slowest of the ranks that a folded program's ranks stand for. `medians_s`, `sigma`: float64 [n], per task:
+    seconds, and the relative spread of its noise."""
     from parsim.engines import kernels
 
     columns, mesh = compiled.columns, folding.mesh
@@ -225,14 +206,12 @@ def noisy_steps_s(
     steps: int,
     together: Ints,
 ) -> Floats:
-    """The mean of several steps in a row of a folded program under noise of single ranks, for every draw.
+    """The mean of several steps in a row of a folded program under noise of single ranks: float64 [at most draws] seconds,
+    fewer where the program is large (`TASK_TIMES`). Leaves out overlap slowdown.
 
     Args:
         medians_s: float64 [n], seconds of tasks. sigma: relative noise of a rank; 0: none.
-        draws, seed: as `rank_noise` takes them. together: int64 [resources], as in `static.step_times_s`.
-
-    Returns:
-        float64 [at most draws] seconds: fewer where the program is large (`TASK_TIMES`). Leaves out overlap slowdown.
+        together: int64 [resources], as in `static.step_times_s`.
     """
     from parsim.engines import kernels
 
@@ -251,10 +230,8 @@ def noisy_steps_s(
 
 
 def _copies(folding: Folding) -> Ints:
-    """int64 [simulated ranks, rows, k]: the ranks for which each row of a simulated rank stands. It runs as their slowest does.
-
-    A simulated rank with fewer copies than others repeats one of them, which changes no maximum.
-    """
+    """int64 [simulated ranks, rows, k]: the ranks for which each row of a simulated rank stands. It runs as their slowest
+    does. A simulated rank with fewer copies than others repeats one of them, which changes no maximum."""
     mesh = folding.mesh
     members = {replica: [r for r, first in enumerate(folding.replica_of) if first == replica] for replica in folding.replicas}
     most = max(map(len, members.values()))

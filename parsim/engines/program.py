@@ -1,6 +1,6 @@
 """A training run as repeated task graphs: each repeated graph is written once, and no engine unrolls it.
 
-    Program = parts in order, `repeat` times over; a part is a task graph with its own repeats, or a program
+    Program = parts in order, each a task graph that runs some times in a row
 
 Two things carry over between repeats. Each resource goes on where it stopped (its frontier), so a rank that is done early
 begins its next repeat early. And values carry dependencies from task to task. A part lists the tasks after which a value
@@ -17,7 +17,7 @@ graph. Both give the same seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -27,12 +27,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
-from parsim.engines.static import CompiledGraph, checked_durations_s
+from parsim.engines.static import CompiledGraph
 from parsim.errors import GraphError
-from parsim.numeric import Floats, Ints
-from parsim.program.columns import Columns, columns_of
-from parsim.program.task import HOST, Resource, Task, outlasts
-from parsim.program.taskgraph import TaskGraph
+from parsim.numeric import Ints
+from parsim.program.columns import Columns
+from parsim.program.taskgraph import HOST, Resource, Task, TaskGraph, outlasts
 
 Carried = Mapping[str, tuple[int, ...]]
 """Value -> numbers of tasks."""
@@ -48,7 +47,6 @@ class Part:
     Attributes:
         makes: value -> tasks; it is there when all of them have ended. reads: value -> tasks that wait for it.
             A value that was never made is there from the beginning.
-        rounds: mixing rounds in one repeat: what `Program.rounds` counts, for parameters such as W_t.
 
     Raises GraphError: fewer than one repeat, or a value that names no task or one that the graph does not have.
     """
@@ -57,10 +55,10 @@ class Part:
     repeat: int = 1
     makes: Carried = field(default_factory=dict)
     reads: Carried = field(default_factory=dict)
-    rounds: int = 0
 
     def __post_init__(self) -> None:
-        _check_repeat(self.repeat)
+        if self.repeat < 1:
+            raise GraphError(f"a part of a program runs at least once, got repeat {self.repeat}; leave it out instead")
         for value, tasks in chain(self.makes.items(), self.reads.items()):
             if not tasks:
                 raise GraphError(f"the value {value!r} names no task; leave it out, or name who makes or reads it")
@@ -73,44 +71,29 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """Parts in order, `repeat` times over.
+    """Parts in order; one may come several times.
 
-    Attributes:
-        parameters: what round t computes with, such as the mixing matrix W_t; rounds are counted through the whole program.
-        arrival: resources that serve first come, first served; of several that come in one instant the one on the lowest rank,
-            then the lowest number. A task waits for at most one such resource, holding its others.
+    arrival: resources that serve first come, first served; of several that come in one instant the one on the lowest rank, then
+    the lowest number. A task waits for at most one such resource, holding its others.
 
-    Raises GraphError: no part, parts over different numbers of ranks, an unknown arrival resource, one in a program inside
-        another, or a task that needs two of them or nothing else.
+    Raises GraphError: no part, parts over different numbers of ranks, an unknown arrival resource, or a task that needs two of
+        them or nothing else.
     """
 
-    parts: tuple[Part | Program, ...]
-    repeat: int = 1
-    parameters: Callable[[int], Floats] | None = None
+    parts: tuple[Part, ...]
     arrival: frozenset[Resource] = frozenset()
 
     def __post_init__(self) -> None:
-        _check_repeat(self.repeat)
         if not self.parts:
             raise GraphError("a program needs at least one part")
-        sizes = sorted({part.graph.world_size for part in self.walk_once()})
+        sizes = sorted({part.graph.world_size for part in self.parts})
         if len(sizes) > 1:
             raise GraphError(f"the parts of a program run on the same ranks, got world sizes {sizes}")
-        for part in self.parts:
-            if isinstance(part, Program) and part.arrival:
-                names = ", ".join(sorted(map(str, part.arrival)))
-                raise GraphError(f"a program inside another serves {names} by arrival; list it under the outermost program")
-        if self.arrival:
-            self._check_arrival()
-
-    def _check_arrival(self) -> None:
-        parts = tuple({id(part): part for part in self.walk_once()}.values())
-        used = {resource for part in parts for resource in part.graph.resources}
-        if unknown := sorted(self.arrival - used):
-            listed = sorted(map(str, used))
+        if unknown := sorted(self.arrival - set(self.resources)):
+            listed = sorted(map(str, self.resources))
             some = ", ".join(listed[:12]) + (", ..." if len(listed) > 12 else "")
             raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {some}")
-        for task in chain.from_iterable(part.graph.tasks for part in parts):
+        for task in chain.from_iterable(part.graph.tasks for part in self.unlike_parts if self.arrival):
             shared = [resource for resource in task.resources if resource in self.arrival]
             if len(shared) > 1 or len(shared) == len(task.resources):
                 names = ", ".join(map(str, task.resources))
@@ -121,35 +104,22 @@ class Program:
 
     @property
     def world_size(self) -> int:
-        return next(self.walk_once()).graph.world_size
+        return self.parts[0].graph.world_size
 
     @property
-    def rounds(self) -> int:
-        """Mixing rounds of the whole program."""
-        return self.repeat * sum(part.repeat * part.rounds if isinstance(part, Part) else part.rounds for part in self.parts)
+    def unlike_parts(self) -> tuple[Part, ...]:
+        """Every part once."""
+        return tuple({id(part): part for part in self.parts}.values())
 
-    def walk_once(self) -> Iterator[Part]:
-        """Every part in order, each mention once."""
-        for part in self.parts:
-            if isinstance(part, Part):
-                yield part
-            else:
-                yield from part.walk_once()
-
-    def walk(self) -> Iterator[Part]:
-        """The part of every repeat, in the order in which they run."""
-        for _ in range(self.repeat):
-            for part in self.parts:
-                for _ in range(part.repeat if isinstance(part, Part) else 1):
-                    if isinstance(part, Part):
-                        yield part
-                    else:
-                        yield from part.walk()
+    @cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """Every resource that some task holds, once."""
+        return tuple(dict.fromkeys(resource for part in self.unlike_parts for resource in part.graph.resources))
 
     @cached_property
     def steps(self) -> tuple[Part, ...]:
-        """`walk` as a tuple: the part of step t. Its memory grows with the repeats."""
-        return tuple(self.walk())
+        """The part of step t. Its memory grows with the repeats."""
+        return tuple(part for part in self.parts for _ in range(part.repeat))
 
     @cached_property
     def first_number(self) -> tuple[int, ...]:
@@ -163,45 +133,10 @@ class Program:
                 yield step, task
 
 
-DurationsOf = Callable[[Part, int], ArrayLike]
-"""Seconds of every task ([tasks]) of a part, alone, in the program's step number t."""
-
-
-def by_step(rows_s: Floats) -> DurationsOf:
-    """Durations that differ by step: row t of `rows_s` (float64 [steps, tasks]) for step t; for use with `varying`."""
-
-    def row_s(part: Part, step: int) -> Floats:
-        row: Floats = rows_s[step]
-        return row
-
-    return row_s
-
-
-def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: bool = False) -> list[Floats]:
-    """The checked durations of every step of a program: per step float64 [tasks of its part] seconds.
-
-    `durations_s` is called once per part, or (`varying`) for every step, in order. Raises GraphError for a row of another
-    shape, or a negative or non-finite entry.
-    """
-    by_part: dict[int, Floats] = {}
-    rows: list[Floats] = []
-    for step, part in enumerate(program.steps):
-        if varying or id(part) not in by_part:
-            row = np.ascontiguousarray(durations_s(part, step), dtype=np.float64)
-            if row.shape != (len(part.graph.tasks),) or not bool(np.all((row >= 0) & (row < np.inf))):
-                row = checked_durations_s(columns_of(part.graph), row, dimensions=1, step=step)
-            by_part[id(part)] = row
-        rows.append(by_part[id(part)])
-    return rows
-
-
 def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
     """The whole run as one graph, task after task: for readers that know no repeats, and as the oracle of the tests.
 
-    Args:
-        served: the order that `dynamic.run_program` recorded, for a program with arrival resources.
-
-    Raises GraphError: no recorded order of an arrival resource.
+    `served`: the order that `dynamic.run_program` recorded; GraphError where that of an arrival resource is missing.
     """
     if missing := sorted(program.arrival - set(served or ())):
         raise GraphError(
@@ -223,15 +158,9 @@ def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
             first_number[step] + task
             for step, task in (served[resource] if served and resource in program.arrival else program.issued(resource))
         )
-        for resource in resources_of(program)
+        for resource in program.resources
     }
     return TaskGraph(tasks=tuple(tasks), world_size=program.world_size, issue_order=orders)
-
-
-def resources_of(program: Program) -> tuple[Resource, ...]:
-    """Every resource that some task holds, once."""
-    parts = {id(part): part for part in program.walk_once()}.values()
-    return tuple(dict.fromkeys(resource for part in parts for resource in part.graph.resources))
 
 
 def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
@@ -243,26 +172,18 @@ def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
     return waits
 
 
-def _check_repeat(repeat: int) -> None:
-    if repeat < 1:
-        raise GraphError(f"a part of a program runs at least once, got repeat {repeat}; leave it out instead")
-
-
 # Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 #
 # So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
 # not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast a
-# step (`parsim.program.task.outlasts`).
+# step (`parsim.program.taskgraph.outlasts`).
 
 
 def mean_step_s(
     compiled: CompiledGraph, durations_s: ArrayLike, overlap: OverlapFactors, *, steps: int, unit: Ints | None = None
 ) -> NDArray[np.float64]:
-    """The mean of several steps in a row, for every row of durations: float64 [S] seconds.
-
-    `durations_s`: float64 [S, n], or [S, units] with `unit`: int64 [n], the unit of each task. Leaves out failures and changes
-    of the machine between steps.
-    """
+    """The mean of several steps in a row, for every row of durations: float64 [S] seconds. Arguments as of `step_times_s`.
+    Leaves out failures and changes of the machine between steps."""
     together = waiting_together(compiled.columns, overlap)
     return static.step_times_s(compiled, durations_s, steps=steps, overlap=overlap, unit=unit, together=together)
 
@@ -296,6 +217,5 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried
 
 
 def steps_in_a_row(columns: Columns, overlap: OverlapFactors, *, steps: int) -> Program:
-    """Several steps of a graph as a Program."""
     makes, reads = carried_by_steps(columns, overlap)
     return Program(parts=(Part(graph=columns.graph, repeat=steps, makes=makes, reads=reads),))

@@ -1,4 +1,4 @@
-"""A program as the arrays that the compiled kernels read, made once and kept by whoever simulates it often.
+"""A program as the arrays that the compiled kernels read, and the static engine, which simulates them.
 
 No numba here: a graph whose list order already runs (every edge points backward) is compiled by numpy alone.
 """
@@ -6,6 +6,7 @@ No numba here: a graph whose list order already runs (every edge points backward
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,11 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.engines.deadlock import describe_task, stuck_error
-from parsim.errors import GraphError
+from parsim.errors import DeadlockError, GraphError
 from parsim.numeric import Ints
 from parsim.program.columns import Columns, RaggedTable, columns_of
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Resource, TaskGraph, in_order, work_text
 from parsim.timeline import Timeline
 
 OTHER, COMPUTING, COMMUNICATING = 0, 1, 2
@@ -69,17 +69,14 @@ class CompiledGraph:
 
     @property
     def size(self) -> int:
-        """Number of tasks."""
         return self.columns.size
 
     @property
     def graph(self) -> TaskGraph:
-        """The program as tasks, made when first asked for."""
         return self.columns.graph
 
     @property
     def dependencies(self) -> RaggedTable:
-        """Per task, without the issue orders."""
         return self.columns.dependencies
 
     def resources_of_cores(self, core: Ints) -> RaggedTable:
@@ -96,9 +93,8 @@ AnyGraph = TaskGraph | Columns | CompiledGraph
 def compile_graph(program: AnyGraph) -> CompiledGraph:
     """Arrays of a program; one that is already compiled is returned as it is.
 
-    Raises:
-        GraphError: the dependencies form a cycle (printed).
-        DeadlockError: the issue orders and dependencies together form one (the grid of resources is printed).
+    Raises GraphError: the dependencies form a cycle (printed). DeadlockError: the issue orders and dependencies together form
+    one (the grid of resources is printed).
     """
     if isinstance(program, CompiledGraph):
         return program
@@ -163,49 +159,42 @@ def _topological_order(columns: Columns, before: RaggedTable) -> Ints:
 
 
 def checked_durations_s(
-    columns: Columns, durations_s: ArrayLike, *, dimensions: int, step: int | None = None
+    program: TaskGraph | Columns,
+    durations_s: ArrayLike,
+    *,
+    dimensions: int,
+    unit: Ints | None = None,
+    step: int | None = None,
 ) -> NDArray[np.float64]:
-    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message.
+    """`durations_s` as contiguous float64 of shape [n] or [S, n]; with `unit`, int64 [n], the column of each task, [S, units].
 
-    Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
+    Raises GraphError for another shape, or for a negative or non-finite entry (of which task, which value, in which `step`).
     """
     array = np.ascontiguousarray(durations_s, dtype=np.float64)
-    n = columns.size
-    if array.ndim != dimensions or array.shape[-1] != n:
+    n = len(program.tasks) if isinstance(program, TaskGraph) else program.size
+    if unit is not None:
+        if array.ndim != 2 or unit.shape != (n,):
+            raise GraphError(
+                f"durations_s must have shape [samples, units] and unit [{n}], got {list(array.shape)} and {list(unit.shape)}"
+            )
+        if n and not 0 <= int(unit.min()) <= int(unit.max()) < array.shape[1]:
+            raise GraphError(f"unit names columns {unit.min()} to {unit.max()}, durations_s has 0 to {array.shape[1] - 1}")
+    elif array.ndim != dimensions or array.shape[-1] != n:
         wanted = f"[{n}]" if dimensions == 1 else f"[samples, {n}]"
         raise GraphError(f"durations_s must have shape {wanted}, one entry per task, got {list(array.shape)}")
-    good = (array >= 0) & (array < np.inf)
-    if not good.all():
-        place = tuple(int(axis[0]) for axis in np.nonzero(~good))
-        sample = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
+    if bool(((array >= 0) & (array < np.inf)).all()):
+        return array
+    by_task = array if unit is None else array[:, unit]
+    bad = np.argwhere(~((by_task >= 0) & (by_task < np.inf)))
+    if len(bad):  # else of units that no task has
+        place = tuple(bad[0].tolist())
+        graph = program if isinstance(program, TaskGraph) else program.graph
+        where = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
         raise GraphError(
-            f"{describe_task(columns.graph, place[-1])} has duration {array[place]} s{sample}; "
+            f"{describe_task(graph, place[-1])} has duration {by_task[place]} s{where}; "
             "durations must be finite and >= 0: check the cost of this work"
         )
     return array
-
-
-def checked_unit_durations_s(
-    columns: Columns, durations_s: ArrayLike, unit: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """`durations_s` as contiguous float64 [S, units], `unit` as int64 [n]. Raises GraphError as `checked_durations_s`."""
-    array, column = np.ascontiguousarray(durations_s, dtype=np.float64), np.ascontiguousarray(unit, dtype=np.int64)
-    if array.ndim != 2 or column.shape != (columns.size,):
-        raise GraphError(
-            f"durations_s must have shape [samples, units] and unit [{columns.size}], got {list(array.shape)} and "
-            f"{list(column.shape)}"
-        )
-    if columns.size and not 0 <= int(column.min()) <= int(column.max()) < array.shape[1]:
-        raise GraphError(f"unit names columns {column.min()} to {column.max()}, durations_s has 0 to {array.shape[1] - 1}")
-    good = (array >= 0) & (array < np.inf)
-    for sample, place in np.argwhere(~good):
-        tasks = np.flatnonzero(column == place)
-        if len(tasks):
-            raise GraphError(
-                f"{describe_task(columns.graph, int(tasks[0]))} has duration {array[sample, place]} s in sample {sample}; "
-                "durations must be finite and >= 0: check the cost of this work"
-            )
-    return array, column
 
 
 class Slowdown(NamedTuple):
@@ -233,10 +222,8 @@ class Slowdown(NamedTuple):
 
 
 def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdown:
-    """Factors 1.0 and a core for every rank for None.
-
-    Raises GraphError unless both factors are finite and >= 1, and every rank has a core (if any has).
-    """
+    """Factors 1.0 and a core for every rank for None. Raises GraphError unless both factors are finite and >= 1, and every
+    rank has a core (if any has)."""
     own = np.arange(world_size, dtype=np.int64)
     if overlap is None:
         return Slowdown(1.0, 1.0, own)
@@ -285,8 +272,7 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
-        graph: compile it once (`compile_graph`) to simulate it often.
-        durations_s: float64 [n], seconds each task takes alone.
+        graph: compile it once (`compile_graph`) to simulate it often. durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
 
     Raises:
@@ -308,27 +294,11 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
     return simulated_timeline(compiled.columns, start, end)
 
 
-def makespans_s(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
-    """The end of the last task, for every row of durations.
-
-    Args:
-        graph: a TaskGraph or its compiled form. durations_s: float64 [S, n].
-        overlap: slowdown of computation and communication that run at once (None: none).
-
-    Returns:
-        float64 [S] seconds. Leaves out links shared by several transfers.
-
-    Raises:
-        GraphError, DeadlockError: as `simulate`.
-    """
-    return step_times_s(graph, durations_s, steps=1, overlap=overlap)
-
-
 def step_times_s(
     graph: AnyGraph,
     durations_s: ArrayLike,
     *,
-    steps: int,
+    steps: int = 1,
     overlap: OverlapFactors | None = None,
     unit: NDArray[np.int64] | None = None,
     together: NDArray[np.int64] | None = None,
@@ -340,14 +310,10 @@ def step_times_s(
         together: int64 [resources], a number >= 0 for each: those of one number begin a repeat when all of them have ended the
             one before (`parsim.engines.program`); None: each by itself.
 
-    Memory: 64 n bytes at most beside the arguments and the compiled graph, whatever S and `steps` are.
-
-    All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
-    divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
-    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before, and for its
-    dependencies in its own repeat. So a resource that is done early begins the next repeat early. The fill and drain of
-    the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
-    frontiers are carried over.
+    All resources are free at 0. The result is the end of the very last task divided by `steps`; `steps=1` gives the makespan.
+    Nothing but its own queue (and those `together` with it) holds a resource back between repeats, so a resource that is done
+    early begins the next repeat early. The fill and drain of the whole run are divided among the steps. Nothing is unrolled:
+    only the resources' frontiers are carried over. Memory: 64 n bytes at most beside the arguments and the compiled graph.
 
     Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between tasks of
     different repeats. Also noise from step to step: a row holds for all its repeats.
@@ -358,10 +324,8 @@ def step_times_s(
         raise GraphError(f"steps must be >= 1, got {steps}")
     compiled = compile_graph(graph)
     slowdown = checked_slowdown(overlap, compiled.columns.world_size)
-    if unit is None:
-        durations, column = checked_durations_s(compiled.columns, durations_s, dimensions=2), np.empty(0, dtype=np.int64)
-    else:
-        durations, column = checked_unit_durations_s(compiled.columns, durations_s, unit)
+    column = np.empty(0, dtype=np.int64) if unit is None else np.ascontiguousarray(unit, dtype=np.int64)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=2, unit=None if unit is None else column)
     from parsim.engines import kernels
 
     on_core = compiled.resources_of_cores(slowdown.core)
@@ -373,3 +337,105 @@ def step_times_s(
     else:
         ends = kernels.last_ends(arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups)
     return ends / steps
+
+
+# --- a graph that cannot run to its end: the cycle, and what each rank waits for --------------------------------------
+
+
+_RANKS_SHOWN = 16
+_REASONS_SHOWN = 12
+_CYCLE_SHOWN = 12
+
+
+def stuck_error(graph: TaskGraph, finished: Set[int]) -> GraphError:
+    """The error for a run that ended with only `finished` done: GraphError if dependencies alone form a cycle, else
+    DeadlockError with the grid of resources and their head tasks, what every blocked head waits for, and the cycle."""
+    dependencies = [list(task.dependencies) for task in graph.tasks]
+    never = set(range(len(dependencies))) - set(in_order(dependencies))
+    if never:
+        cycle = _find_cycle(dependencies, never)
+        return GraphError(
+            f"tasks depend on one another in a cycle: {_cycle_text(graph, cycle)}; remove one of these dependencies"
+        )
+    stuck = {task.index for task in graph.tasks} - finished
+    cycle = _find_cycle(graph.predecessors(), stuck)
+    lines = [
+        f"deadlock: issue orders wait for one another, {len(stuck)} of {len(graph.tasks)} tasks can never start",
+        *_grid(graph, finished),
+        *_reasons(graph, finished),
+        f"cycle: {_cycle_text(graph, cycle)}",
+        "issue the tasks that share ranks in one common order on all their resources, or give them streams of their own",
+    ]
+    return DeadlockError("\n".join(lines))
+
+
+def describe_task(graph: TaskGraph, index: int) -> str:
+    """`task 3 (forward layer1 x16 on r0.compute)`."""
+    task = graph.tasks[index]
+    return f"task {index} ({work_text(task.work)} on {' '.join(map(str, task.resources))})"
+
+
+def _find_cycle(before: Sequence[Sequence[int]], stuck: Set[int]) -> list[int]:
+    """A cycle among `stuck`, each of which has a stuck predecessor: each task waits for the next, the last for the first."""
+    place: dict[int, int] = {}
+    path: list[int] = []
+    task = min(stuck)
+    while task not in place:
+        place[task] = len(path)
+        path.append(task)
+        task = next(earlier for earlier in before[task] if earlier in stuck)
+    return path[place[task] :]
+
+
+def _cycle_text(graph: TaskGraph, cycle: Sequence[int]) -> str:
+    shown = [describe_task(graph, task) for task in cycle[:_CYCLE_SHOWN]]
+    if len(cycle) > _CYCLE_SHOWN:
+        shown.append(f"... {len(cycle) - _CYCLE_SHOWN} more ...")
+    return " waits for ".join([*shown, f"task {cycle[0]}"])
+
+
+def _heads(graph: TaskGraph, finished: Set[int]) -> dict[Resource, int | None]:
+    return {
+        resource: next((task for task in order if task not in finished), None) for resource, order in graph.issue_order.items()
+    }
+
+
+def _grid(graph: TaskGraph, finished: Set[int]) -> list[str]:
+    """One line per rank, one cell per stream: its head task, marked * when blocked, or `done`."""
+    heads = _heads(graph, finished)
+    streams = sorted({resource.stream for resource in heads})
+    ranks = sorted({resource.rank for resource in heads})
+    rows = [["rank", *streams]]
+    for rank in ranks[:_RANKS_SHOWN]:
+        row = [str(rank)]
+        for stream in streams:
+            resource = Resource(rank, stream)
+            head = heads.get(resource)
+            row.append("" if resource not in heads else "done" if head is None else f"*{head} {_short_work(graph, head)}")
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(ranks) > _RANKS_SHOWN:
+        lines.append(f"... {len(ranks) - _RANKS_SHOWN} more ranks")
+    return [*lines, "(* = blocked head of its resource)"]
+
+
+def _short_work(graph: TaskGraph, index: int) -> str:
+    text = work_text(graph.tasks[index].work)
+    return text if len(text) <= 28 else text[:25] + "..."
+
+
+def _reasons(graph: TaskGraph, finished: Set[int]) -> list[str]:
+    """What each blocked head still waits for."""
+    heads = _heads(graph, finished)
+    lines: list[str] = []
+    for index in dict.fromkeys(head for head in heads.values() if head is not None):
+        task = graph.tasks[index]
+        needs = [f"task {dependency} to end" for dependency in task.dependencies if dependency not in finished]
+        needs += [
+            f"{resource}, where task {heads[resource]} is first" for resource in task.resources if heads[resource] != index
+        ]
+        lines.append(f"{describe_task(graph, index)} needs {'; '.join(needs)}")
+    if len(lines) > _REASONS_SHOWN:
+        lines = [*lines[:_REASONS_SHOWN], f"... {len(lines) - _REASONS_SHOWN} more blocked tasks"]
+    return lines

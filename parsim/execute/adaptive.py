@@ -25,9 +25,9 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.streams import TaskTime
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.divided import ExpertRouting
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
-from parsim.model.routing import ExpertRouting
 from parsim.plans.plan import AUTO, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
@@ -40,10 +40,9 @@ from parsim.search.adapt.planning import controller_for, observation_of, prepare
 class Decision:
     """The decision after `step` steps.
 
-    Attributes:
-        plan: to go on with; None if the plan was kept. step_s: mean of the window. planning_s: that a planner took; 0 if it was
-            not asked. switch_s, predicted_switch_s: seconds that a change of plan took on this rank, and should have taken.
-        look_after: steps until an early look; 0: none was asked for.
+    plan: to go on with; None if the plan was kept. step_s: mean of the window. planning_s: that a planner took; 0 if it was not
+    asked. switch_s, predicted_switch_s: seconds that a change of plan took on this rank, and should have taken. look_after:
+    steps until an early look; 0: none was asked for.
     """
 
     step: int
@@ -89,11 +88,9 @@ class Steering:
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
     def due(self, step: int) -> bool:
-        """Whether a look is due after `step` steps, and training goes on."""
         return 0 < step < self._steps and (step == self._early or self.ends(step))
 
     def ends(self, step: int) -> bool:
-        """Whether a window or an epoch ends after `step` steps."""
         return step % self._spec.window_steps == 0 or step % self._spec.epoch_steps == 0
 
     def decide(self, plan: Plan, model: Model, step: int, times: Sequence[Sequence[TaskTime]], step_s: float) -> Plan | None:
@@ -154,12 +151,9 @@ class Steering:
 
 
 def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
-    """The scheduler's question of this run, under the constraints of the run file.
-
-    Where they leave the ZeRO stage or recomputation open, those of the running plan are kept.
-
-    Raises ExecutionError: a constraint is about a component that the model does not have.
-    """
+    """The scheduler's question of this run, under the constraints of the run file. Where they leave the ZeRO stage or
+    recomputation open, those of the running plan are kept. Raises ExecutionError: a constraint is about a component that the
+    model does not have."""
     devices = None if spec.devices is None else list(spec.devices)
     asked, recipe, model = spec.asked, run.recipe, Model.load(Path(run.model_path))
     names = {component.name for component in model.components}

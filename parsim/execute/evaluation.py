@@ -34,7 +34,7 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import write_progress
 from parsim.execute.rank_run import RankRun, run_dataset
 from parsim.execute.stage import seeded_module
-from parsim.model.interface import interface_of
+from parsim.model.build import interface_of
 from parsim.model.objective import CLASSES, TARGET, choose_output
 from parsim.model.total_loss import entries, output_kinds, total_loss
 
@@ -48,10 +48,8 @@ Sums = dict[str, tuple[list[float], list[float]]]
 def score(
     run: RunSpec, state: checkpoint.RankState, data: Samples, device: torch.device, *, at_once: int = BATCH
 ) -> dict[str, float]:
-    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
-
-    state: whole; running statistics are those of the first replica. at_once: samples of a forward.
-    """
+    """Mean test loss, and for classes the share of right answers. state: whole; running statistics are those of the first
+    replica. at_once: samples of a forward."""
     metrics = (ACCURACY,) if interface_of(run.model).objective.row.targets == CLASSES else ()
     means = scores(run, state.weights, state.buffers, data, metrics, device=device, at_once=at_once, doing="scoring")
     result = {"test_loss": means[LOSS_NAME]}
@@ -73,9 +71,8 @@ def scores(
 ) -> dict[str, float]:
     """The mean loss and the metrics (rows of METRICS) over all samples, the same on all ranks, which call it at once.
 
-    Args:
-        weights, buffers: whole, by name. rank, ranks: each rank scores every ranks-th batch.
-        at_once: samples of a forward; None: those of a microbatch, at most BATCH. doing: for messages.
+    weights, buffers: whole, by name. rank, ranks: each rank scores every ranks-th batch. at_once: samples of a forward; None:
+    those of a microbatch, at most BATCH. doing: for messages.
     """
     random = checkpoint.rng_state(str(device))
     size = at_once or max(1, min(BATCH, run.plan.microbatch_samples))
@@ -98,7 +95,6 @@ def scores(
 
 @torch.no_grad()
 def _batch_sums(run: RunSpec, module: nn.Module, values: dict[str, Tensor], count: int, metrics: Sequence[str]) -> Sums:
-    """The sums over one batch of `count` samples."""
     interface = interface_of(run.model)
     objective = interface.objective
     target = values.pop(TARGET, None)
@@ -118,8 +114,6 @@ def _batch_sums(run: RunSpec, module: nn.Module, values: dict[str, Tensor], coun
 
 
 def _joined(batches: Sequence[Sums]) -> dict[str, float]:
-    """The mean loss and every metric over all batches."""
-
     def added(parts: Sequence[Sequence[float]]) -> list[float]:
         return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
 
@@ -154,28 +148,23 @@ class BestSoFar:
         return BestSoFar(score=self.score, step=self.step, since=self.since + 1)
 
     def stops(self, rule: EvaluationRule) -> bool:
-        """Whether the training ends here."""
         return rule.patience > 0 and self.since >= rule.patience
 
     def to_tensor(self) -> Tensor:
-        """For a checkpoint."""
         return torch.tensor([self.score, self.step, self.since], dtype=torch.float64)
 
     @classmethod
     def from_tensor(cls, saved: Tensor) -> BestSoFar:
-        """Inverse of `to_tensor`."""
         score, step, since = saved.tolist()
         return cls(score=score, step=int(step), since=int(since))
 
 
 @dataclass(slots=True)
 class Validation:
-    """The validation of one training on this rank.
+    """The validation of one training on this rank, every so many steps. The folder holds the best checkpoint, and those that
+    were the best when the last checkpoints of the training were written: it may go on from one of these.
 
-    The folder holds the best checkpoint, and those that were the best when the last checkpoints of the training were written:
-    it may go on from one of these.
-
-    Attributes: every: steps between two validations. steps: of the whole training. seen: the scores of this part of it.
+    steps: of the whole training. seen: the scores of this part of it.
     """
 
     rule: EvaluationRule
@@ -215,7 +204,6 @@ class Validation:
             keep_only(self.folder, self._known)
 
     def due(self, done: int) -> bool:
-        """Whether to validate after `done` steps."""
         return done % self.every == 0 or done == self.steps
 
     def look(self, entry: RankRun, place: ProcessPlace) -> bool:

@@ -43,9 +43,8 @@ class ScheduleKind:
     """One schedule.
 
     Attributes:
-        make: (optimizer, **arguments) -> the torch.optim.lr_scheduler.LRScheduler.
-        arguments: names that `make` takes beside the optimizer.
-        required: those without a default.
+        make: (optimizer, **arguments) -> the torch.optim.lr_scheduler.LRScheduler. arguments: names that it takes beside the
+            optimizer. required: those without a default.
         length: the argument that means the whole training; left out, it is that many updates of the rate, without the warm-up.
         peak: the argument that means the highest rate; left out, it is training.learning_rate.
     """
@@ -165,7 +164,6 @@ class Schedule:
         return {**{key: table[key] for key in table if key in keys}, "arguments": arguments}
 
     def to_table(self) -> dict[str, Any]:
-        """Inverse of `from_table`."""
         table = {key: value for key, value in asdict(self).items() if key != "arguments" and value is not None}
         return {**table, **dict(self.arguments)}
 
@@ -208,7 +206,6 @@ class EvaluationRule:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger value of `monitor` is better."""
         if self.mode is not None:
             return self.mode == "max"
         return self.monitor != LOSS_NAME and bool(METRICS[self.monitor].larger_is_better)
@@ -259,7 +256,6 @@ class UpdateGroup:
 
 
 def _by_name(groups: Any) -> Any:
-    """Groups that were given in a sequence, by their names."""
     return {group.name: group for group in groups} if isinstance(groups, tuple) else groups
 
 
@@ -342,11 +338,7 @@ def group_of(name: str, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
 
 def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
     """The model with the group and optimizer of each trainable parameter, in place of those it had; itself if that is the same.
-
-    model: any; tied weights have their first name in it.
-
-    Raises ConfigError: a parameter in two groups, or a pattern that matches none.
-    """
+    Tied weights have their first name in it. Raises ConfigError: a parameter in two groups, or a pattern that matches none."""
     if not groups and not any(parameter.group for parameter in model.parameters):
         return model
     names = [parameter.name for parameter in model.parameters]
@@ -384,15 +376,15 @@ class RunSpec:
     """One model under one plan.
 
     Attributes:
-        name: unique in the job; names its files. model_path: the Model JSON the plan was made for.
-        dtype: "float32" or "float64", of weights and computation in precision fp32.
-        precision: as in RUN.toml (`parsim.model.formats`). master_weights: with bf16, the optimizer's copies in fp32.
+        name: unique in the job; names its files. model_path: the Model JSON the plan was made for. recipe: what else goes with
+            the update.
+        dtype: "float32" or "float64", of weights and computation in precision fp32. precision: as in RUN.toml
+            (`parsim.model.formats`). master_weights: with bf16, the optimizer's copies in fp32.
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
         workers: processes per rank that read samples ahead. pin_memory: as torch's DataLoader, for ranks that load ahead.
-        predicted_step_s: mean seconds of a step, shown beside the measured one; 0: not known.
-        recipe: schedule, weight decay and what else goes with the update.
-        dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
+        predicted_step_s: mean seconds of a step, shown beside the measured one; 0: not known. seed: of weights and sample
+            order.
         shards: which samples each replica reads, a text of `parsim.data.shards`; None: all together.
     """
 
@@ -420,22 +412,16 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """After `step` steps training goes on under another plan of the same world size and batch."""
-
     step: int
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveSpec:
-    """What the controller needs beside the run: the costs of the machine, and how often to look.
+    """What the controller needs beside the run: the costs of the machine (the profile, as path or name), and how often to look.
 
-    Attributes:
-        profile: path or name of the hardware profile. devices: as `cluster_from_profile` takes them.
-        window_steps: steps between two looks. epoch_steps: of one pass over the data.
-        fit_probability: with which the memory of a plan must suffice.
-        loading: of a dataset of the user's own, as it was measured; None: of another one, or not measured.
-        asked: what every plan must keep, the ones changed to included.
+    epoch_steps: of one pass over the data. fit_probability: with which the memory of a plan must suffice. loading: of a dataset
+    of the user's own, as it was measured. asked: what every plan must keep, the ones changed to included.
     """
 
     profile: str
@@ -454,14 +440,11 @@ class AdaptiveSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Attributes:
-    mode: "train" runs `steps` steps of the only run. "measure" runs `rounds` rounds, and in each of them every run does
-        `steps` steps. Both leave the first `warmup_steps` of each run out of the times.
+    """mode: "train" runs `steps` steps of the only run. "measure" runs `rounds` rounds, and in each of them every run does
+    `steps` steps. Both leave the first `warmup_steps` of each run out of the times.
     settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what
-        the run before had there.
-    keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
+    the run before had there. keep_state: leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints; 0: at the end only; None: by time (`parsim.execute.train.CheckpointTimes`).
-    resume: go on from the latest.
     timeout_s: of a collective, where no launcher watches the ranks' heartbeats.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
     """
@@ -545,7 +528,6 @@ class Job:
 
 
 def _run_from(document: dict[str, Any]) -> RunSpec:
-    """Inverse of what `Job.save` writes of a run."""
     with reading("the training recipe of the job cannot be read", ExecutionError, "run again"):
         try:
             recipe = TrainingRecipe.model_validate(document.get("recipe", {}))

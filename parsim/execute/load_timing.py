@@ -160,7 +160,6 @@ def _quiet(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Standard error of the mean, relative to it."""
     mean = float(np.mean(seconds))
     return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds)) / mean if len(seconds) > 1 and mean > 0 else FEW_SIGMA
 
@@ -178,10 +177,8 @@ Load = Callable[[], tuple[Samples, Order]]
 class ReaderRequest:
     """What readers read, and on what.
 
-    Attributes:
-    load: makes the training samples and their order, as a rank does. dtype: of inputs that are numbers.
-    global_batch: samples of a step. readers: processes that read at once, one per rank and core.
-    workers: of each rank. device: "cpu" or "cuda".
+    load: makes the training samples and their order, as a rank does. dtype: of inputs that are numbers. global_batch: samples
+    of a step. readers: processes that read at once, one per rank and core. workers: of each rank. device: "cpu" or "cuda".
     """
 
     load: Load
@@ -193,10 +190,8 @@ class ReaderRequest:
 
 
 def timed_loading(request: ReaderRequest) -> MeasuredLoading:
-    """Read batches of the dataset in processes of their own, for at most `BUDGET_S` behind the first sample.
-
-    Raises DataError: the dataset cannot be read there, in words that follow "loading not measured: ".
-    """
+    """Read batches of the dataset in processes of their own, for at most `BUDGET_S` behind the first sample. Raises DataError:
+    the dataset cannot be read there, in words that follow "loading not measured: "."""
     if not sys.platform.startswith("linux"):
         raise DataError("readers are forked, which is safe on Linux alone")
     pids: list[int] = []
@@ -383,10 +378,8 @@ class _Reader:
 
 class _Computation:
     """A forward and an update of a small network: reads right behind each other would find caches that no training leaves.
-
-    Behind it, reading three datasets took within 7% of the processor time that it took behind steps of their own models. Right
-    behind another read it took 12 to 15% less. Autograd is left out, because it refuses to run in a fork.
-    """
+    Behind it, reading three datasets took within 7% of the processor time that it took behind steps of their own models; right
+    behind another read 12 to 15% less. Autograd is left out, because it refuses to run in a fork."""
 
     def __init__(self) -> None:
         self._swept = torch.zeros(SWEPT_BYTES // 8, dtype=torch.float64)

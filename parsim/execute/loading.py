@@ -9,6 +9,7 @@ Between two steps no thread reads: a dataset of the user's own uses the generato
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import queue
 import shutil
@@ -55,24 +56,9 @@ class _Microbatches(Dataset[dict[str, Tensor]]):
         return self._read(*place)
 
 
-class _Places:
-    """(step, microbatch) from a step on, without end."""
-
-    def __init__(self, first: int, microbatches: int) -> None:
-        self._first, self._microbatches = first, microbatches
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        step = self._first
-        while True:
-            yield from ((step, microbatch) for microbatch in range(self._microbatches))
-            step += 1
-
-
 class WorkerBatches:
-    """A rank's microbatches in the order of training, read by `workers` processes.
-
-    read: (step, microbatch) -> values, in the host's memory. microbatches: of a step. workers: at least one.
-    """
+    """A rank's microbatches in the order of training, read by `workers` processes. read: (step, microbatch) -> values, in the
+    host's memory. microbatches: of a step."""
 
     def __init__(self, read: Read, microbatches: int, workers: int) -> None:
         self._data, self._microbatches, self._count = _Microbatches(read), microbatches, workers
@@ -111,12 +97,11 @@ class WorkerBatches:
         if shutdown is not None:
             shutdown()
 
-    def _begin(self, step: int) -> None:
-        places: Any = _Places(step, self._microbatches)
+    def _begin(self, first: int) -> None:
         self._batches = iter(
             DataLoader(
                 self._data,
-                sampler=places,
+                sampler=((step, microbatch) for step in itertools.count(first) for microbatch in range(self._microbatches)),
                 batch_size=None,
                 num_workers=self._count,
                 prefetch_factor=AHEAD,
@@ -129,7 +114,6 @@ class WorkerBatches:
 
 
 def _about_killed(number: int) -> str:
-    """Why a worker may have been killed by a signal, and what to do."""
     event = f"a process that reads samples was killed by {signal_name(number)}"
     if number != signal.SIGBUS or not SHARED.is_dir():
         return f"{event}; set training.workers = 0 to read them in the rank itself"
@@ -159,10 +143,8 @@ def prepare_worker() -> None:
 def host_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, epoch: int = 0
 ) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted, in the host's memory.
-
-    wanted: their names; None: all. dtype: of numbers that have no type of their own. epoch: the pass over the data.
-    """
+    """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted (None: all), in the host's
+    memory. dtype: of numbers that have no type of their own. epoch: the pass over the data."""
     arrays = data.values(indices, epoch)
     values = {}
     for name in arrays if wanted is None else wanted:
@@ -178,7 +160,6 @@ def host_values(
 def batch_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """`host_values` on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
 
 
@@ -186,10 +167,8 @@ def batch_to_score(
     data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
 ) -> dict[str, Tensor]:
     """All values of some samples on the device, for a forward that scores. doing: what the rank is at then, for messages.
-
-    Reading them has more time than other work: of a dataset of one's own a sample may take seconds, in which the rank waits
-    and computes nothing.
-    """
+    Reading them has more time than other work: of a dataset of one's own a sample may take seconds, in which the rank waits and
+    computes nothing."""
     pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
     values = batch_values(data, indices, None, dtype, device)
     pulse().begin(Doing.WORKING, doing)
@@ -199,8 +178,7 @@ def batch_to_score(
 class GatherThread:
     """A thread that makes one call after the other, of which workers may be forked: first `begin`. Where it fails, so do all.
 
-    Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
-    ends with an error.
+    Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself.
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
@@ -254,13 +232,9 @@ class GatheredBatch:
 
 
 class Loader:
-    """The batches of `rank` under the plan of `layout`.
-
-    Args:
-        dtype: of inputs that are numbers. workers: processes that read ahead.
-        pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
-            reads in its turn.
-    """
+    """The batches of `rank` under the plan of `layout`. dtype: of inputs that are numbers. workers: processes that read ahead.
+    pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that reads in
+    its turn."""
 
     def __init__(
         self,
@@ -277,8 +251,12 @@ class Loader:
         self._data, self._order, self._layout, self._rank = data, order, layout, rank
         self._dtype, self._device, self._pin = dtype, device, pin
         self._wanted = tuple(layout.batch_layouts(rank))
-        reads_ahead = pin is not None and bool(self._wanted)
-        self._thread = GatherThread(self._begin_thread) if reads_ahead else None
+
+        def begin_thread() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins on the first GPU, and pinning must not open another
+
+        self._thread = GatherThread(begin_thread) if pin is not None and self._wanted else None
         self._reading: list[Future[dict[str, Tensor]]] = []
         self._workers = WorkerBatches(self._read, layout.plan.microbatches, workers) if workers else None
         self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
@@ -307,11 +285,6 @@ class Loader:
             self._workers.close()
         if self._thread is not None:
             self._thread.close()
-
-    def _begin_thread(self) -> None:
-        """Pinning must not open another GPU: a thread begins on the first."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     def _source(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
         if self._thread is None:

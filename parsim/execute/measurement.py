@@ -34,11 +34,10 @@ class RankRecord:
     """What one rank measured of one run, as it goes on; the worker writes it at the end.
 
     Attributes:
-        rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
+        rounds: per round (start_s, end_s, steps). steps: task times of each recorded step. cpu_s: of this process per round.
         losses: mean loss per training step, already divided by the global batch; None where other ranks count it.
-        cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
         pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty: nobody looked.
-        memory_lines: peak_bytes by line (`execute/records/memory_lines`), of a CPU rank alone. memory: what was counted.
+        peak_bytes: live tensors of one step. memory_lines: the same by line, of a CPU rank alone. memory: what was counted.
     """
 
     rank: int
@@ -118,10 +117,8 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run over all its ranks, each with its record.
-
-    left_out: of its first rounds, so many are no part of `step_s`. together: rounds that make one entry of it.
-    """
+    """One run over all its ranks, each with its record. left_out: of its first rounds, so many are no part of `step_s`.
+    together: rounds that make one entry of it."""
 
     ranks: tuple[RankRecord, ...]
     left_out: int = 0
@@ -130,10 +127,8 @@ class Measurement:
     @cached_property
     def step_s(self) -> NDArray[np.float64]:
         """float64 [rounds / together]: the mean step of each, by the clock of the rank that takes longest for all of them.
-
-        Nothing holds ranks together between two exchanges. From the first rank's begin to the last one's end every step would
-        contain their distance (`skew_s`) again.
-        """
+        Nothing holds ranks together between two exchanges: from the first rank's begin to the last one's end every step would
+        contain their distance (`skew_s`) again."""
         spans = np.array(self._rounds[self.left_out :], dtype=np.float64).reshape(-1, self.together, len(self.ranks), 3)
         own_s = (spans[..., 1] - spans[..., 0]).sum(1)
         steps = spans[..., 0, 2].sum(1)
@@ -148,32 +143,26 @@ class Measurement:
 
     @property
     def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:
-        """The spans of all ranks, round by round."""
         return list(zip(*(record.rounds for record in self.ranks), strict=False))
 
     @property
     def steps(self) -> int:
-        """Steps of all rounds together."""
         return sum(spans[0][2] for spans in self._rounds)
 
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:
-        """One per recorded step."""
         return tuple(merge_times(times) for times in zip(*(record.steps for record in self.ranks), strict=False))
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """Mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
-
-        Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
-        """
+        """Mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so. Steps
+        without a loss are left out: the first of decoupled stages, before a batch has come through all of them."""
         by_step = zip(*(record.losses for record in self.ranks), strict=True)
         steps = ([loss for loss in losses if loss is not None] for losses in by_step)
         return tuple(float(sum(losses)) for losses in steps if losses)
 
     @property
     def cpu_s(self) -> tuple[float, ...]:
-        """CPU seconds of all rounds, per rank."""
         return tuple(float(np.sum(record.cpu_s)) for record in self.ranks)
 
     @property
@@ -186,7 +175,6 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Live tensors, per rank."""
         return tuple(record.peak_bytes for record in self.ranks)
 
     @property
@@ -223,10 +211,8 @@ def _table(content: bytes) -> NDArray[np.float64]:
 
 
 def merge_times(per_rank: Sequence[Sequence[TaskTime]]) -> Timeline:
-    """The measured Timeline of one step, seconds from its first start.
-
-    A task that spans ranks starts when its last rank is ready; what a rank spent before that is wait, not work.
-    """
+    """The measured Timeline of one step, seconds from its first start. A task that spans ranks starts when its last rank is
+    ready; what a rank spent before that is wait, not work."""
     ready: dict[int, float] = {}
     for times in per_rank:
         for entry in times:

@@ -1,4 +1,6 @@
-"""Metrics of validation by name: sums over batches, added up over all ranks, and the number that follows from them.
+"""Metrics of validation by name, and the numbers that a training writes down.
+
+A metric is sums over batches, added up over all ranks, and the number that follows from them.
 
 Nothing here imports torch at the top, so a run file is checked without it. A new metric is one row; a plain function
 (output, target) of the user's own becomes one.
@@ -7,12 +9,14 @@ Nothing here imports torch at the top, so a run file is checked without it. A ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ExecutionError
+from parsim.files import parse_json, read_regular
 from parsim.model.inputs import IGNORED
 from parsim.registry import Registry
 
@@ -26,8 +30,8 @@ class Metric:
 
     Attributes:
         sums: (output, target, dim of the classes) -> (numerators, denominators) of a batch, of equal shape.
-        value: of their sums over all batches: a list of each. Entries without a denominator are left out by `mean_ratio`.
-        larger_is_better: None: nobody knows, and whoever follows it says so.
+        value: of their sums over all batches: a list of each. larger_is_better: None: nobody knows, and whoever follows it says
+            so.
     """
 
     sums: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -36,7 +40,6 @@ class Metric:
 
 
 def mean_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The mean of the ratios over entries that have a denominator."""
     ratios = [above / below for above, below in zip(numerators, denominators, strict=True) if below]
     return sum(ratios) / len(ratios) if ratios else float("nan")
 
@@ -120,3 +123,58 @@ METRICS: Registry[Metric] = Registry(
 
 LOSS_NAME = "loss"
 """What monitor may name beside the metrics."""
+
+
+# metrics.jsonl of a training: one line per step, over all its parts. `parsim.execute.train` writes it.
+
+
+FILE = "metrics.jsonl"
+_SAME = 1e-9
+"""Relative difference of a sum of ranks' losses that is added up in another order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCurve:
+    """The losses of a training, one per step from `first_step` (1 at least) on. validation: scores, each with its step; None
+    where the file lacks earlier parts."""
+
+    first_step: int
+    losses: tuple[float, ...]
+    validation: tuple[dict[str, Any], ...] | None = None
+
+
+def loss_curve(folder: Path, last: Sequence[float], steps: int) -> LossCurve:
+    """All losses of a training that may have gone on several times; only those of its last part (`last`, as ranks recorded
+    them) where the file in the run's folder lacks others. steps: that were made in all."""
+    lines = lines_of(folder)
+    counted = [line for line in lines if "loss" in line]
+    whole = tuple(float(line["loss"]) for line in counted)
+    tail = whole[len(whole) - len(last) :]
+    is_whole = (
+        [line["step"] for line in lines] == list(range(1, steps + 1))
+        and len(tail) == len(last)
+        and all(math.isclose(one, two, rel_tol=_SAME) for one, two in zip(tail, last, strict=True))
+    )
+    if not is_whole or not counted:
+        return LossCurve(first_step=steps - len(last) + 1, losses=tuple(last))
+    seen = ({"step": line["step"], **line["validation"]} for line in lines if isinstance(line.get("validation"), dict))
+    return LossCurve(first_step=counted[0]["step"], losses=whole, validation=tuple(seen))
+
+
+def lines_of(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The steps that a training has written down, each with its step, seconds and perhaps loss and validation; none without."""
+    try:
+        return tuple(_lines(read_regular(folder / FILE)))
+    except (OSError, ValueError):
+        return ()
+
+
+def _lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of the file. Raises ValueError for one that is none."""
+    for text in content.decode().splitlines():
+        line = parse_json(text, allow_nan=True)  # a gradient norm in fp16 may have overflowed
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            raise ValueError("a line is not a step of a training")
+        if not isinstance(line.get("loss", 0.0), int | float):
+            raise ValueError("a loss is not a number")
+        yield line

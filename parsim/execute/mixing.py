@@ -1,5 +1,7 @@
-"""A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a
-global model comes, takes some of the rank's weights, and goes on.
+"""What a rank keeps from step to step where training is relaxed: its part of mixing rounds, and of decoupled stages.
+
+In a round its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a global model comes,
+takes some of the rank's weights, and goes on.
 
 The rounds' tasks are those of `parsim.program.passes.rounds`. A bucket's weights are packed into the flat array of its
 gradients, which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
@@ -7,25 +9,30 @@ gradients, which nobody needs between the optimizer's step and the next backward
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.stage import StageReplica
+from parsim.execute.streams import BatchSource
+from parsim.model.autograd.cut import Saved
+from parsim.model.autograd.recompute import RecomputeInputs
+from parsim.model.runnable import Runnable
 from parsim.plans.mixing import LoopState
 from parsim.plans.plan import Plan
 from parsim.program.buckets import Bucket
-from parsim.program.passes.rounds import MESSAGE_STREAM, mixing_peers
+from parsim.program.passes.rounds import MESSAGE_STREAM, is_late, mixing_peers
 from parsim.program.placed import PlanIndex
-from parsim.program.task import TURN, Task
-from parsim.program.taskgraph import TaskGraph
-from parsim.work import Collective, Mix, SendRecv
+from parsim.program.taskgraph import TURN, Task, TaskGraph
+from parsim.work import Collective, Compute, LoadBatch, Mix, Phase, SendRecv
 
 GroupsByStream = Mapping[Stream, dist.ProcessGroup]
 
@@ -42,27 +49,24 @@ def mean_groups(layout: PlanIndex) -> list[Stream]:
 
 
 def is_message(stream: Stream) -> bool:
-    """Whether a stream carries the messages of one link of gossip, or of merging in turn.
-
-    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
-    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
-    """
+    """Whether a stream carries the messages of one link of gossip, or of merging in turn. Under gloo all links share one group,
+    where tags tell messages apart. A group per link would have a thread per link: on a machine of two cores, four ranks with
+    twelve links each way sometimes stood still for minutes."""
     return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
 
 
 class MixingRounds:
     """What a rank keeps from round to round, and how it does the tasks of one.
 
-    Args:
-        stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
-        used: `Streams.used`: computation reads what a communication's stream has allocated.
+    received: called with every buffer for what arrives. used: `Streams.used`: computation reads what a communication's stream
+    has allocated.
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round. Of push-sum it is
             the model behind the last round; and of gossip that combines first, the weights that the step began with.
-        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed
-            of them. Of a buffered merge `starts` is the model that a replica began with.
+        starts, means: by bucket, of an average that combines first the weights that the step began with, and what is summed of
+            them. Of a buffered merge `starts` is the model that a replica began with.
         taken, place: of a closed loop, by bucket what mixing took from n D since the lattice was chosen and in how many rounds,
             float64 [2]; and under 0 the place of that lattice, int64 [1].
         masses: of push-sum, by bucket those of all replicas behind the last round, float64 [replicas].
@@ -121,12 +125,10 @@ class MixingRounds:
         return self._stage.layout.rank_buckets(self._stage.rank)
 
     def _packed(self, bucket: Bucket) -> Tensor:
-        """A copy of a bucket's parameters, one after another."""
         with torch.no_grad():
             return torch.cat([self._stage.parameters[held.name].detach().flatten() for held in bucket.parameters])
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive between steps."""
         return [*self.previous.values(), *self.velocity.values(), *self.starts.values(), *self.means.values()]
 
     def round_of(self, step: int) -> int:
@@ -147,10 +149,8 @@ class MixingRounds:
         return int(self.place[0])
 
     def operations(self, graph: TaskGraph, number: int, *, local: bool = False) -> dict[int, Callable[[], None]]:
-        """By task of this rank that belongs to round `number`, what to do.
-
-        graph: of the step that the round follows, or of a step before it (local), which packs where a plan combines first.
-        """
+        """By task of this rank that belongs to round `number`, what to do. graph: of the step that the round follows, or of a
+        step before it (local), which packs where a plan combines first."""
         operations: dict[int, Callable[[], None]] = {}
         packed: set[int] = set()
         merges = self._rule.kind == "merge"
@@ -216,7 +216,6 @@ class MixingRounds:
         return self.means.get(bucket, self._stage.buckets[bucket])
 
     def _mass(self, bucket: int) -> float:
-        """Of this replica."""
         return float(self.masses[bucket][self._replica])
 
     def _parameters(self, bucket: int) -> list[Tensor]:
@@ -234,7 +233,6 @@ class MixingRounds:
         return run
 
     def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
-        """The group and the tag of a message."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -264,11 +262,9 @@ class MixingRounds:
         return receive
 
     def _handing_on(self, task: Task) -> Callable[[], None]:
-        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
-
-        One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
-        sent has arrived by then.
-        """
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait. One
+        array is enough at each end: a replica is handed the model again only after all others have had it, so what it sent has
+        arrived."""
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
@@ -328,7 +324,6 @@ class MixingRounds:
                 handed.wait()
 
     def settle(self) -> None:
-        """Wait until no global model is on its way to or from this rank."""
         for bucket in {bucket for bucket, _ in self._handed}:
             self._settle(bucket)
 
@@ -409,7 +404,6 @@ class MixingRounds:
 
     @property
     def marker(self) -> str:
-        """What a checkpoint's own part must have been written by."""
         return own_marker(self._stage.layout.plan)
 
     @property
@@ -418,7 +412,6 @@ class MixingRounds:
         return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
 
     def _kept(self) -> tuple[tuple[str, dict[int, Tensor]], ...]:
-        """By name what a checkpoint keeps of rounds."""
         kept = {"previous": self.previous, "velocity": self.velocity, "masses": self.masses, "starts": self.starts}
         return tuple({**kept, "taken": self.taken, "place": self.place}.items())
 
@@ -436,9 +429,7 @@ class MixingRounds:
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Go on where this very rank stopped; from another plan's checkpoint with what that holds, and a new outer optimizer.
-
-        Raises ExecutionError where a part of the own state is missing.
-        """
+        Raises ExecutionError where a part of the own state is missing."""
         if state.get(PLAN) != self.marker or state.get(HELD, self.held) != self.held:
             self._begin()
             return
@@ -501,7 +492,6 @@ HELD = "held"
 
 
 def lacking(error: KeyError, rank: int) -> ExecutionError:
-    """What a checkpoint says whose own part of a rank lacks something."""
     return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
 
 
@@ -511,3 +501,207 @@ def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     for parameter in parameters:
         yield flat[offset : offset + parameter.numel()].view(parameter.shape)
         offset += parameter.numel()
+
+
+# A decoupled stage between steps: the batches it has run forward and not yet backward, and what has arrived for the next step.
+#
+# Which batches a stage runs forward and backward in a step, `parsim.program.passes.rounds` says. Both use the weights of the
+# beginning of the step. A batch that waits keeps (`Synchronisation.backward`)
+#
+# stash   the weights of its forward: the stage runs it on a copy of its module, whose gradients are the stage's own. So the
+#         gradient is that of one model whose stages are of different steps
+# fresh   its activations alone: it runs on a module whose weights are the stage's memory under other names, and autograd does
+#         not notice that they change. An operator that saves something made of a weight has that of the forward
+# replay  the stage's inputs and random states: its forward runs again before its backward, on the weights of then
+#
+# At the beginning and after a checkpoint of another plan the stages fill one by one: what has nothing to work on does not run,
+# the optimizer included. They do so, too, after one of "fresh", whose activations no weights can make again. At the end what
+# waits is not trained on. Running statistics are the stage's own, taken when a batch runs forward.
+
+
+def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
+    """Whether a task of `rank` has anything to work on, `since` steps after the stages of a stale plan began to fill."""
+    work = task.work
+    stage = plan.stage_of_rank(work.source if isinstance(work, SendRecv) else rank)
+    rule, stages = plan.synchronisation, plan.mesh.pp
+    forward = isinstance(work, LoadBatch) or (isinstance(work, Compute) and work.phase is Phase.FORWARD)
+    if forward or (isinstance(work, SendRecv) and task.origin.bucket is None and not task.origin.gradient):
+        return since >= rule.forward_lag(stage, stages)
+    return since >= rule.backward_lag(stage, stages)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WaitingBatch:
+    """A batch between its forward and its backward on this stage.
+
+    runnables: by component, on the weights of the forward. inputs: what came for it from other stages, by task. records, kept:
+    by component and microbatch, for the backward, and for the second forward, where it is replayed. draw: of the random numbers
+    of its forward.
+    """
+
+    runnables: Mapping[str, Runnable]
+    inputs: dict[int, Tensor]
+    records: dict[tuple[str, int], Saved] = field(default_factory=dict)
+    kept: dict[tuple[str, int], RecomputeInputs] = field(default_factory=dict)
+    draw: int = 0
+
+
+class StaleStage:
+    """What a rank of a decoupled plan keeps from step to step.
+
+    filling: steps until every stage runs a forward and a backward in every step. began: the step in which the first stage ran
+    its first forward. forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
+    arrived: what the step before has received, by task.
+    """
+
+    def __init__(self, stage: StageReplica) -> None:
+        self._stage, self._plan = stage, stage.layout.plan
+        rule, stages, number = self._plan.synchronisation, self._plan.mesh.pp, self._plan.stage_of_rank(stage.rank)
+        self.filling = rule.steps_to_fill(stages)
+        self.delay = rule.delay_of(number, stages)
+        self.beta = rule.beta
+        self._forward_lag, self._backward_lag = rule.forward_lag(number, stages), rule.backward_lag(number, stages)
+        self._stashes, self._replays = rule.stashes and self.delay > 0, rule.replays and self.delay > 0
+        fresh = self.delay > 0 and not self._stashes and not self._replays
+        self._modules = [_copied(stage, shares=fresh) for _ in range(1 if fresh else self.delay + 1 if self._stashes else 0)]
+        self._runnables: list[Mapping[str, Runnable]] = [
+            {name: Runnable(entry.program, module) for name, entry in stage.runnables.items()} for module in self._modules
+        ] or [stage.runnables]
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Forget what waits: the stages fill anew from `step` on."""
+        self.began = step
+        self._waiting: dict[int, WaitingBatch] = {}
+        self._arriving: dict[int, Tensor] = {}
+        self._gradients: set[int] = set()
+        self.arrived: dict[int, Tensor] = {}
+        self.forward: WaitingBatch | None = None
+        self.due: WaitingBatch | None = None
+
+    def copies(self) -> list[Tensor]:
+        """The weights of batches that wait: alive between steps."""
+        return [parameter for module in self._modules if self._stashes for parameter in self._trained(module).values()]
+
+    def _trained(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights of a copy that differ from the stage's, by name."""
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        return {name: parameters[name] for name in self._stage.parameters if parameters[name].requires_grad}
+
+    def since(self, step: int) -> int:
+        """Steps since the stages began to fill, as far as they differ from one another."""
+        return min(step - self.began, self.filling)
+
+    def batch_of(self, step: int) -> int:
+        """The batch that this stage runs forward in `step`; before `began` it runs none."""
+        return step - self._forward_lag
+
+    def begin_step(self, step: int) -> None:
+        """Take what has arrived, and the weights of now for the batch that runs forward. step: of the training, from 0."""
+        self.arrived, self._arriving = self._arriving, {}
+        self.forward = self.due = None
+        if self.batch_of(step) >= self.began:
+            self.forward = self._enter(self.batch_of(step), self.arrived)
+        if self.since(step) >= self._backward_lag:
+            self.due = self._waiting.pop(self.batch_of(step) - self.delay)
+
+    def _enter(self, batch: int, arrived: Mapping[int, Tensor]) -> WaitingBatch:
+        place = batch % len(self._runnables)
+        if self._stashes:
+            self._copy_weights(self._modules[place], self._stage.parameters)
+        inputs = {task: tensor for task, tensor in arrived.items() if self.delay and task not in self._gradients}
+        self._waiting[batch] = WaitingBatch(runnables=self._runnables[place], inputs=inputs)
+        return self._waiting[batch]
+
+    def _copy_weights(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._trained(module).items():
+                parameter.copy_(weights[name])
+
+    def arrives(self, task: Task, tensor: Tensor) -> bool:
+        """Take what another stage has sent. Returns whether it is for the next step, and not for this one."""
+        if task.origin.gradient:
+            self._gradients.add(task.index)
+            if self.beta != 1.0:
+                tensor.mul_(self.beta)
+        assert isinstance(task.work, SendRecv)
+        if is_late(self._stage.layout, task.work):
+            self._arriving[task.index] = tensor
+            return True
+        if self.forward is not None and self.delay and not task.origin.gradient:
+            self.forward.inputs[task.index] = tensor
+        return False
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_resumable(self) -> bool:
+        return self._plan.synchronisation.backward != "fresh"
+
+    @property
+    def marker(self) -> str:
+        return own_marker(self._plan)
+
+    def own_state(self) -> dict[str, Any]:
+        """The batches that wait here, each with its weights, inputs and random numbers, and what has just arrived."""
+        state: dict[str, Any] = {PLAN: self.marker, "began": torch.tensor(self.began)}
+        state |= {f"arrived/{task}": tensor for task, tensor in self._arriving.items()}
+        for batch, waiting in self._waiting.items() if self._is_resumable else ():
+            state[f"waiting/{batch}/draw"] = torch.tensor(waiting.draw)
+            state |= {f"waiting/{batch}/inputs/{task}": tensor for task, tensor in waiting.inputs.items()}
+            weights = self._trained(self._modules[batch % len(self._modules)]) if self._stashes else {}
+            state |= {f"waiting/{batch}/weights/{name}": weight.detach() for name, weight in weights.items()}
+        return state
+
+    def load_own(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        run_forward: Callable[[BatchSource, int], None],
+        source: Callable[[int], BatchSource],
+    ) -> None:
+        """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
+
+        state: of `own_state`, on any device. step: in which the training goes on. source: of a batch, by number. run_forward:
+        of a batch, with the number that its random draws follow from. Raises ExecutionError: a part of the state is missing.
+        """
+        self.restart(step)
+        if state.get(PLAN) != self.marker or not self._is_resumable:
+            return
+        parts = [key.split("/", 3) for key in state]
+
+        def here(part: list[str]) -> Tensor:
+            tensor: Tensor = state["/".join(part)].to(self._stage.device)
+            return tensor
+
+        try:
+            buffers = {name: tensor.clone() for name, tensor in self._stage.buffers().items()}
+            for batch in sorted({int(part[1]) for part in parts if part[0] == "waiting"}):
+                prefix = f"waiting/{batch}/"
+                inputs = {int(part[3]): here(part) for part in parts if part[:3] == ["waiting", str(batch), "inputs"]}
+                self.arrived, self.forward = inputs, self._enter(batch, inputs)
+                if self._stashes:
+                    module = self._modules[batch % len(self._modules)]
+                    self._copy_weights(module, {name: state[f"{prefix}weights/{name}"] for name in self._trained(module)})
+                run_forward(source(batch), int(state[f"{prefix}draw"]))
+            for name, tensor in self._stage.buffers().items():
+                tensor.data.copy_(buffers[name])  # as training forwards write them: what waits may have saved them
+            self._arriving = {int(part[1]): here(part) for part in parts if part[0] == "arrived"}
+            self.began = int(state["began"])
+        except KeyError as error:
+            raise lacking(error, self._stage.rank) from error
+
+
+def _copied(stage: StageReplica, *, shares: bool) -> nn.Module:
+    """A copy of the stage's module, with weights of its own or in the stage's memory (shares). The rest is the stage's."""
+    shared = [*stage.module.buffers(), *(entry for entry in stage.module.parameters() if not entry.requires_grad)]
+    module = copy.deepcopy(stage.module, {id(tensor): tensor for tensor in shared})
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        held = stage.parameters.get(name)
+        if held is not None and parameter.requires_grad:
+            if shares:
+                parameter.data = held.data
+            parameter.grad = held.grad
+    for path, part in stage.module.named_modules():
+        module.get_submodule(path)._buffers = part._buffers  # also where a forward assigns one anew
+    return module

@@ -66,12 +66,10 @@ class ComponentRandomness:
         return self._generator.get_state()
 
     def go_on(self, state: Tensor) -> None:
-        """From a `state`."""
         self._generator.set_state(state)
 
     @property
     def draw(self) -> int:
-        """The number that the step at hand has drawn."""
         return self._step
 
     @contextlib.contextmanager
@@ -87,7 +85,6 @@ class ComponentRandomness:
                 torch.set_rng_state(state)
 
     def draws(self, component: str) -> bool:
-        """Whether a forward of the component draws random numbers."""
         return component in self._samples
 
     def draws_on_host(self, component: str) -> bool:
@@ -138,7 +135,6 @@ class LossScale:
     growth_steps: int = GROWTH_STEPS
 
     def after(self, overflowed: bool) -> LossScale:
-        """The scale of the next step."""
         if overflowed:
             return replace(self, scale=self.scale * BACKOFF, good_steps=0)
         if self.good_steps + 1 < self.growth_steps:
@@ -147,7 +143,6 @@ class LossScale:
         return replace(self, scale=grown if math.isfinite(torch.tensor(grown).item()) else self.scale, good_steps=0)
 
     def to_tensor(self) -> Tensor:
-        """For a checkpoint."""
         return torch.tensor([self.scale, float(self.good_steps)], dtype=torch.float64)
 
     def from_tensor(self, saved: Tensor) -> LossScale:
@@ -157,10 +152,8 @@ class LossScale:
 
 
 def overflow_flag(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A tensor of one number, above 0 if an entry of the gradients is infinite or no number.
-
-    By the largest magnitude of each array, which needs no memory: `isfinite` of all entries takes as much again as they do.
-    """
+    """A tensor of one number, above 0 if an entry of the gradients is infinite or no number. By the largest magnitude of each
+    array, which needs no memory: `isfinite` of all entries takes as much again as they do."""
     flag = torch.zeros(1, dtype=torch.float32, device=device)
     for gradient in gradients:
         if gradient.numel():
@@ -182,11 +175,9 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchNumerics:
-    """Attributes:
-    weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
-    tf32: matmuls and convolutions of a GPU may use it.
-    master_weights: the optimizer updates copies in fp32. loss_scale: at the beginning; None: the loss is not scaled.
-    """
+    """weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
+    tf32: matmuls and convolutions of a GPU may use it. master_weights: the optimizer updates copies in fp32. loss_scale: at the
+    beginning; None: the loss is not scaled."""
 
     weights: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
@@ -200,7 +191,6 @@ class TorchNumerics:
 
 
 def numerics_of(run: RunSpec, device: torch.device) -> TorchNumerics:
-    """What the run asks for. Raises ExecutionError where the device cannot."""
     check_executable(run.precision, run.dtype, device.type)
     scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps)
     return numerics_in(run.precision, dtype=run.dtype, master_weights=run.master_weights, loss_scale=scale)
@@ -209,11 +199,8 @@ def numerics_of(run: RunSpec, device: torch.device) -> TorchNumerics:
 def numerics_in(
     precision: str, *, dtype: str = "float32", master_weights: bool = True, loss_scale: LossScale | None = None
 ) -> TorchNumerics:
-    """The numbers that a precision means.
-
-    dtype: of the weights where the precision does not halve them. master_weights: where it does. loss_scale: at the beginning,
-    where the precision scales the loss; None: the usual one.
-    """
+    """The numbers that a precision means. dtype: of the weights where the precision does not halve them. master_weights: where
+    it does. loss_scale: at the beginning, where the precision scales the loss; None: the usual one."""
     kind = number_format(precision)
     halved = kind.weight_bytes == 2
     return TorchNumerics(
@@ -226,11 +213,9 @@ def numerics_in(
 
 
 def set_switches(*, tf32: bool) -> None:
-    """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result
-    differs from run to run. Algorithms need not be deterministic, as in the calibration.
-
-    Raises ExecutionError: the environment overrides the switch in NVIDIA's libraries.
-    """
+    """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result differs from
+    run to run. Algorithms need not be deterministic, as in the calibration. Raises ExecutionError: the environment overrides
+    the switch."""
     forced = os.environ.get(OVERRIDE_VARIABLE)
     if torch.version.cuda is not None and forced == ("0" if tf32 else "1"):
         raise ExecutionError(

@@ -5,19 +5,18 @@ What does not change from step to step is looked up once per task, when its oper
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.execute.mixing import GroupsByStream
+from parsim.execute.mixing import GroupsByStream, StaleStage
 from parsim.execute.stage import StageReplica
-from parsim.execute.stale import StaleStage
-from parsim.execute.store import Instance, StepWatch, Store, ValueKey, batch_piece
 from parsim.execute.streams import BatchSource, Operation, Streams
 from parsim.model.autograd.cut import (
     BackwardHalf,
@@ -29,13 +28,238 @@ from parsim.model.autograd.cut import (
 )
 from parsim.model.autograd.recompute import Like, RecomputeInputs, forward_again, forward_to_recompute, recompute
 from parsim.model.component import LOSS
-from parsim.model.shard.pieces import padded_piece
-from parsim.plans.layouts import Hop, ValueLayout
+from parsim.model.shard.apply import padded_piece
+from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.program.lifetimes import BucketOfMicrobatch, Room
 from parsim.program.passes.gradients import DP_STREAM, sums_norm
-from parsim.program.placed import Reading
-from parsim.program.task import Task
+from parsim.program.placed import PlanIndex, Reading
+from parsim.program.taskgraph import Task
 from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, Phase, SendRecv
+
+# The values and gradients one rank holds during a step, by layout, each for as long as someone will still read it.
+#
+# A layout is there because a component made it, a communication brought it, or it can be cut from another one that is there
+# (the hops that send nothing). Which of these it is, and how often each is read, is counted once from the rank's tasks. This is
+# finer than `parsim.program.lifetimes`, whose clock are components: what only a communication still reads goes with that.
+
+
+class ValueKey(NamedTuple):
+    """A value of the model, or the gradient of it that the components of one reading make."""
+
+    value: str
+    reading: Reading | None = None
+
+
+class Instance(NamedTuple):
+    item: ValueKey
+    layout: ValueLayout
+
+
+Place = tuple[Instance, int]
+"""(instance, microbatch)."""
+
+
+def batch_piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
+    size = tensor.shape[0] // pieces
+    return tensor.narrow(0, number * size, size)
+
+
+class Store:
+    """Whoever takes a tensor reads it on its own stream. What the store itself makes of others (a piece, a gathered whole) is
+    made on the stream of the first who takes it; whoever takes it later waits for that (`Streams` orders both).
+
+    What the computation has put here is its memory, or a view of something that it has taken: then the allocator knows of the
+    computation. So a communication can borrow it (`lends`).
+    """
+
+    def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Streams) -> None:
+        self._ordering = ordering
+        self._layout = layout
+        self._stage = layout.plan.stage_of_rank(rank)
+        self._rank = rank
+        self.shard = layout.plan.shard_of_rank(rank)
+        self.tp = layout.plan.mesh.tp
+        self._last_hop: dict[Instance, Hop | None] = {}
+        self._reads: dict[Instance, int] = {}
+        for task in tasks:
+            if task.origin.microbatch == 0:
+                for instance in self._read_by(task):
+                    self._count(instance)
+        self._lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        self._there: dict[Place, Tensor] = {}
+        self._left: dict[Place, int] = {}
+        self._pieces: dict[Place, dict[int, Tensor]] = {}
+        self._fences: dict[Place, Any] = {}
+        self._computed: set[Place] = set()
+
+    def put(self, instance: Instance, microbatch: int, tensor: Tensor, *, computed: bool = False) -> None:
+        """Keep a tensor if anyone here will read it. computed: the computation has allocated it."""
+        with self._lock:
+            if self._reads.get(instance):
+                place = (instance, microbatch)
+                self._there[place] = tensor
+                self._left[place] = self._reads[instance]
+                if computed:
+                    self._computed.add(place)
+
+    def put_piece(self, instance: Instance, microbatch: int, shard: int, tensor: Tensor) -> None:
+        """Keep what another tp rank has sent of a value that is gathered here."""
+        with self._lock:
+            self._pieces.setdefault((instance, microbatch), {})[shard] = tensor
+
+    def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor | None:
+        """One read. None for a gradient that nobody has made here. lends: to a communication, behind which the computation
+        comes before it gives the memory up."""
+        place = (instance, microbatch)
+        with self._lock:
+            if place not in self._there:
+                hop = self._hop_to(instance)
+                if hop is None:
+                    return None
+                made = self._make(hop, instance, microbatch, lends=lends)
+                if made is None:
+                    return None
+                self._there[place] = made
+                self._left[place] = self._reads[instance]
+                if self._left[place] > 1:
+                    self._fences[place] = self._ordering.fence()
+            elif place in self._fences:
+                self._ordering.after(self._fences[place])
+            tensor, tell = self._there[place], self._ordering.lent if lends and place in self._computed else self._ordering.used
+            self._left[place] -= 1
+            if not self._left[place]:
+                del self._there[place], self._left[place]
+                self._fences.pop(place, None)
+                self._computed.discard(place)
+        tell(tensor)
+        return tensor
+
+    def _make(self, hop: Hop, instance: Instance, microbatch: int, *, lends: bool) -> Tensor | None:
+        """The result of a hop on this rank that needs no task."""
+        source = self.take(Instance(instance.item, hop.source), microbatch, lends=lends)
+        if source is None:
+            return None
+        match hop.operation:
+            case "split_batch":
+                group = self.shard % hop.source.ways // hop.target.ways  # of the smaller groups inside the larger one
+                return batch_piece(source, hop.source.ways // hop.target.ways, group)
+            case "split_dim":
+                return padded_piece(source, hop.target.dim, self.shard % hop.target.ways, hop.target.ways)
+            case "scatter":
+                return batch_piece(source, self.tp, self.shard)
+            case "gather":
+                pieces = {**self._pieces.pop((instance, microbatch)), self.shard: source}
+                for received in pieces.values():
+                    self._ordering.used(received)
+                return torch.cat([pieces[shard] for shard in range(self.tp)])
+        return source
+
+    # --- counted once -------------------------------------------------------------------------------------------------
+
+    def _read_by(self, task: Task) -> Sequence[Instance]:
+        origin, layout = task.origin, self._layout
+        match task.work:
+            case Compute(phase=Phase.FORWARD, component=name):
+                inputs = dict.fromkeys(layout.model.component(name).inputs)
+                return [Instance(ValueKey(value), layout.reads_in(name, value).value) for value in inputs]
+            case Compute(phase=Phase.BACKWARD | Phase.BACKWARD_INPUT, component=name):
+                return [instance for value in layout.model.component(name).outputs for instance in self.gradients(value)]
+            case SendRecv(source=source) if origin.hop is None:
+                assert origin.value is not None
+                return [self.moved(task)] if source == self._rank else []
+            case SendRecv(source=source):
+                return [self.before(task)] if source == self._rank else []
+            case Collective() if origin.hop is not None:
+                return [self.before(task)] if self.shard in origin.hop.source.holders(self.tp) else []
+        return []
+
+    def gradients(self, value: str) -> list[Instance]:
+        """The gradients of a value that its maker adds up, later readings first, as autograd would."""
+        summed_in = self._layout.source[value].gradient
+        readings = reversed(self._layout.readings[value])
+        return [Instance(ValueKey(value, reading), summed_in) for reading in readings if self._has_backward(reading)]
+
+    def item(self, task: Task) -> ValueKey:
+        origin = task.origin
+        assert origin.value is not None
+        if not origin.gradient:
+            return ValueKey(origin.value)
+        made = origin.layout or PIECES
+        for reading in self._layout.readings[origin.value]:
+            if reading.stage == origin.stage and reading.ends.gradient == made and self._has_backward(reading):
+                return ValueKey(origin.value, reading)
+        raise AssertionError(f"no reading of {origin.value} in stage {origin.stage} makes its gradient in layout {made}")
+
+    def _has_backward(self, reading: Reading) -> bool:
+        return any(name in self._layout.differentiable for name in reading.components)
+
+    def before(self, task: Task) -> Instance:
+        assert task.origin.hop is not None
+        return Instance(self.item(task), task.origin.hop.source)
+
+    def after(self, task: Task) -> Instance:
+        assert task.origin.hop is not None
+        return Instance(self.item(task), task.origin.hop.target)
+
+    def moved(self, task: Task) -> Instance:
+        """What a transfer between stages takes and leaves."""
+        return Instance(self.item(task), task.origin.layout or PIECES)
+
+    def _count(self, instance: Instance) -> None:
+        self._reads[instance] = self._reads.get(instance, 0) + 1
+        hop = self._hop_to(instance)
+        if self._reads[instance] == 1 and hop is not None:
+            self._count(Instance(instance.item, hop.source))
+
+    def _hop_to(self, instance: Instance) -> Hop | None:
+        """The hop by which this rank comes to have the instance without a task; None if something puts it here."""
+        if instance not in self._last_hop:
+            hops = conversion(self._begin(instance), instance.layout, self.tp)
+            hop = hops[-1] if hops else None
+            if hop is not None and hop.operation not in LOCAL_HOPS:
+                undivided = {"gather": hop.target, "scatter": hop.source}.get(hop.operation)
+                hop = hop if undivided is not None and undivided.rank == self.shard else None
+            self._last_hop[instance] = hop
+        return self._last_hop[instance]
+
+    def _begin(self, instance: Instance) -> ValueLayout:
+        """The layout in which the item first is on this rank."""
+        value, reading = instance.item
+        if reading is not None:
+            return reading.ends.gradient
+        home = self._layout.stage_of_value[value]
+        if home is None:
+            return ValueLayout("full", self._layout.batch_ways(self._rank))
+        return self._layout.source[value].value if home == self._stage else instance.layout
+
+
+class StepWatch:
+    """Receives the events of a step of `RankProgram`, to count memory. This one takes no notice."""
+
+    def begins(self, task: Task) -> None:
+        """A computation or the loading of the batch begins in this thread."""
+
+    def ends(self, task: Task) -> None:
+        """It has ended."""
+
+    def loading(self) -> None:
+        """The next step's batch begins to be loaded, beside this step."""
+
+    def loaded(self, tensor: Tensor) -> None:
+        """A value of the batch is there."""
+
+    def receiving(self) -> None:
+        """Room for what other ranks send begins to be made, in this thread."""
+
+    def received(self, tensor: Tensor) -> None:
+        """A buffer for what another rank sends is there, what a conversion has made, or a copy that is sent."""
+
+    def resized(self, tensor: Tensor) -> None:
+        """The parameters of a bucket are whole here, or no longer (ZeRO 3)."""
+
 
 # The communicating hops of a conversion, applied to tensors by plain torch.distributed collectives.
 #
@@ -58,12 +282,8 @@ def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> 
 
 
 def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """One collective hop on one rank: from what it holds in `hop.source` to what it holds in `hop.target`.
-
-    Args:
-        tensor: in `hop.source`; for a broadcast on the other ranks, room for the result.
-        ranks: the ranks of `group`, ascending, which is the order of their pieces.
-    """
+    """One collective hop on one rank: from what it holds in `hop.source` (for a broadcast on the other ranks, room for the
+    result) to what it holds in `hop.target`. ranks: of `group`, ascending, which is the order of their pieces."""
     count = len(ranks)
     match hop.operation:
         case "all_gather_batch":
@@ -95,7 +315,6 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
 
 
 def _gathered(piece: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The pieces of all ranks, one after the other."""
     parts = piece.new_empty((count, *piece.shape))
     all_gather_flat(parts.view(-1), piece.view(-1), group)
     return parts
@@ -107,7 +326,6 @@ def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
 
 
 def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
-    """The whole of pieces that lie one after the other."""
     return tensor.narrow(layout.dim, 0, layout.size).contiguous() if layout.size else tensor
 
 
@@ -126,10 +344,8 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class StepValues:
-    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks.
-
-    Attributes: watch: receives the events of a step, for tools that count memory.
-    """
+    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks. watch: receives
+    the events of a step, for tools that count memory."""
 
     def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
         self.stage, self.store, self.streams = stage, store, streams
@@ -152,7 +368,6 @@ class StepValues:
 
 
 def component_of(task: Task) -> tuple[str, int]:
-    """The component and the microbatch of a computation."""
     component, microbatch = task.origin.component, task.origin.microbatch
     assert component is not None
     assert microbatch is not None
@@ -181,12 +396,8 @@ class _Instances:
 
 
 class Computing:
-    """The computations of one rank, and what lies between them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps.
-
-    Attributes: losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
-    """
+    """The computations of one rank, and what lies between them in a step. stale: where stages are decoupled, what waits on this
+    one between steps. losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded."""
 
     def __init__(self, values: StepValues, stale: StaleStage | None) -> None:
         self._values, self._stage, self._stale = values, values.stage, stale
@@ -220,7 +431,6 @@ class Computing:
         )
 
     def reset(self) -> None:
-        """A new step begins."""
         self._records: dict[_Key, Saved] = {}
         self._kept: dict[_Key, RecomputeInputs] = {}
         self._made, self._keeping = self._records, self._kept
@@ -235,7 +445,6 @@ class Computing:
         self.losses: list[Tensor] = []
 
     def operation(self, task: Task) -> Operation:
-        """What a task of loading or computing runs."""
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return self._forward(task)
@@ -252,7 +461,6 @@ class Computing:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def read(self, batch: BatchSource) -> list[Mapping[str, Tensor]]:
-        """The values of all microbatches."""
         return [batch(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
 
     def _load(self) -> None:
@@ -262,7 +470,6 @@ class Computing:
             self.keep(microbatch, batch(microbatch))
 
     def keep(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """The values of one microbatch are there."""
         for value, tensor in values.items():
             self._values.watch.loaded(tensor)
             self._values.store.put(Instance(ValueKey(value), self._batch_layout), microbatch, tensor)
@@ -290,7 +497,11 @@ class Computing:
                     stage.randomness.begin(name, microbatch)
                 if recomputes:
                     outputs, kept = again(runnable, inputs, stage.device)
-                    self._keeping[key] = replace(kept, inputs=tuple(map(_unless, kept.inputs, remade))) if any(remade) else kept
+                    if any(remade):  # of an input that the segment makes again, what it is like
+                        pairs = zip(kept.inputs, remade, strict=True)
+                        like = (Like.of(value) if made and isinstance(value, Tensor) else value for value, made in pairs)
+                        kept = replace(kept, inputs=tuple(like))
+                    self._keeping[key] = kept
                 else:
                     outputs, record = forward_component(runnable, inputs)
                     if differentiable:
@@ -380,22 +591,13 @@ class Computing:
         return total
 
 
-def _unless(value: Tensor | Like, remade: bool) -> Tensor | Like:
-    """An input that is kept; of one that the segment makes again what it is like."""
-    return Like.of(value) if remade and isinstance(value, Tensor) else value
-
-
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Equal entries for tensors that share memory."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 class Communicating:
-    """The communications of one rank, and the room for them in a step.
-
-    stale: where stages are decoupled, what waits on this one between steps. awaited: by number the sends to other stages that a
-    computation waits for before it gives up what they send.
-    """
+    """The communications of one rank, and the room for them in a step. awaited: by number the sends to other stages that a
+    computation waits for before it gives up what they send."""
 
     def __init__(
         self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None, awaited: frozenset[int] = frozenset()
@@ -406,17 +608,14 @@ class Communicating:
         self.reset()
 
     def reset(self) -> None:
-        """A new step begins."""
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
 
     def ended(self) -> None:
-        """All communication of the step has ended."""
         self._leaving.clear()
 
     def operation(self, task: Task) -> Operation:
-        """What a task that communicates, or clips gradients, runs."""
         match task.work:
             case ClipGradients(part=part):
                 return self._begin_norm if part == NORM else self._scale_gradients
@@ -502,7 +701,6 @@ class Communicating:
         raise AssertionError(f"no gradient bucket is synchronised by {task.work.operation}")
 
     def _begin_norm(self) -> None:
-        """This rank's share of the squared norm of all gradients."""
         self._norm = self._stage.squared_norm()
 
     def _sum_norm(self, work: Collective) -> None:
@@ -517,7 +715,6 @@ class Communicating:
     # --- conversions on the tp axis -----------------------------------------------------------------------------------
 
     def _hop(self, task: Task) -> None:
-        """One step of a conversion on the tp axis."""
         origin, store = task.origin, self._store
         assert origin.hop is not None
         assert origin.microbatch is not None

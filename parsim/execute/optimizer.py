@@ -8,6 +8,7 @@ A bucket belongs to one group; a rank has one OptimizerStep per group, and whoev
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from parsim.data.samples import Order
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.checkpoint.checkpoint import RankState, restore_optimizer
-from parsim.execute.job import BIAS, KINDS, NORM, PLAIN, TrainingRecipe
+from parsim.execute.job import BIAS, KINDS, NORM, PLAIN, PLATEAU, SCHEDULES, Schedule, TrainingRecipe
 from parsim.model.optimizers import COUNTERS, OPTIMIZERS
 
 FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
@@ -30,14 +34,11 @@ FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
 def make_optimizer(
     name: str, parameters: Iterable[Tensor], lr: float, *, recipe: TrainingRecipe = PLAIN, exempt: Iterable[Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
-
-    A tensor that occurs twice (tied weights) is updated once.
+    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters. A tensor
+    that occurs twice (tied weights) is updated once.
 
     recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
-
-    Raises:
-        ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
+    Raises ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
     """
     check_states(name, recipe)
     without = {id(tensor) for tensor in exempt}
@@ -108,17 +109,13 @@ def _check_settings(name: str, optimizer: torch.optim.Optimizer, settings: dict[
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Every tensor once, in first-seen order."""
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device).
-
-    Autograd accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying, and
-    `.zero_()` on it zeroes all its gradients in one pass. Zero with that, never with `optimizer.zero_grad()`, which drops
-    the views.
-    """
+    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device). Autograd
+    accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying. Zero it with
+    `.zero_()`, never with `optimizer.zero_grad()`, which drops the views."""
     first = parameters[0]
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
     offset = 0
@@ -136,10 +133,8 @@ overflowing gradient skips is not counted."""
 
 @torch.no_grad()
 def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy.
-
-    The optimizer has stepped: Adam takes an empty state for that of a first step.
-    """
+    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy. The optimizer has stepped: Adam takes
+    an empty state for that of a first step."""
     averaged: list[Tensor] = []
     weights: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -167,10 +162,8 @@ def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
 
 
 def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
-    """The parameters of a module without weight decay, by every name they have.
-
-    exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
-    """
+    """The parameters of a module without weight decay, by every name they have. exclude: "norm" (parameters of normalisations),
+    "bias" (names that end so), or patterns of names."""
     if not exclude:
         return frozenset()
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -206,10 +199,8 @@ MASTER = "master"
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters, which the optimizer knows alone: small updates add up in them.
-
-    Attributes: copies: in the order of the parameters.
-    """
+    """fp32 copies of half-precision parameters, in their order, which the optimizer knows alone: small updates add up in
+    them."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -238,14 +229,10 @@ class Stepped(NamedTuple):
 
 
 class GroupUpdates:
-    """What a rank updates, by group of parameters; "" is the group of those that the recipe names in none.
+    """What a rank updates, and its optimizers, by group of parameters; "" is the group of those that the recipe names in none.
 
-    Args:
-        optimizer, learning_rate: of the parameters in no group. recipe: of the groups, and what goes with their updates.
-        stepped: by group, in the order in which groups are updated; a rank without parameters has none.
-        master_weights: the optimizers update copies in fp32.
-
-    Attributes: optimizers: by group.
+    stepped: by group, in the order in which groups are updated; a rank without parameters has none. master_weights: the
+    optimizers update copies in fp32.
     """
 
     def __init__(
@@ -281,7 +268,6 @@ class GroupUpdates:
         return self._masters[group].of(tensor) if group in self._masters else tensor
 
     def step(self, group: str) -> None:
-        """One update of a group."""
         optimizer = self.optimizers[group]
         if group in self._masters:
             self._masters[group].step(optimizer)
@@ -297,10 +283,8 @@ class GroupUpdates:
         return {**state, MASTER: updated.data} if group in self._masters else state
 
     def restore(self, group: str, named: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]) -> None:
-        """Give the optimizer of a group the states of its parameters and parts of buckets; one without state starts anew.
-
-        Both by the same names; fp32 copies are taken out of `states`.
-        """
+        """Give the optimizer of a group the states of its parameters and parts of buckets, both by name; one without state
+        starts anew. fp32 copies are taken out of `states`."""
         updated = {name: self._updated(tensor, group) for name, tensor in named.items()}
         with torch.no_grad():
             for name, tensor in updated.items():
@@ -309,7 +293,6 @@ class GroupUpdates:
         restore_optimizer(self.optimizers[group], updated, {name: states[name] for name in updated if states.get(name)})
 
     def resident_tensors(self) -> list[Tensor]:
-        """What is alive of all groups between steps."""
         held = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
         tensors = [entry for state in held for entry in state.values() if isinstance(entry, Tensor)]
         return [*tensors, *(copy for masters in self._masters.values() for copy in masters.copies)]
@@ -321,11 +304,9 @@ HALF_BITS = 16
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32.
-
-    torch's clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and
-    finite gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank.
-    """
+    """The sum of squares of flat arrays as one float64 on `device`; half precision is added up in float32. torch's
+    clip_grad_norm_ keeps the norm in the gradients' own type (torch 2.13): in fp16 a norm of 80,000 is inf there, and finite
+    gradients become 0; in bf16 it has 8 bits. Shards also could not agree on sums that round at every rank."""
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient in gradients:
         wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype
@@ -334,11 +315,142 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
-    """Multiply by most / norm where the norm is above `most`; else by 1.
-
-    A norm that is not finite makes all of them NaN, so the divergence is seen. torch's clip_grad_norm_ sets finite gradients to
-    0 there (torch 2.13: an fp32 norm of 1e20 is inf), and the training would stand still without a word.
-    """
+    """Multiply by most / norm where the norm is above `most`; else by 1. A norm that is not finite makes all of them NaN, so
+    the divergence is seen. torch's clip_grad_norm_ sets finite gradients to 0 there (torch 2.13: an fp32 norm of 1e20 is inf),
+    and the training would stand still without a word."""
     factor = torch.where(norm.isfinite(), torch.clamp(most / (norm + EPSILON), max=1.0), torch.nan)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
+
+
+# The learning rate of every step, by torch's own schedulers.
+#
+# The schedulers move optimizers of one number beside the real ones, and every update takes their rate (and momentum, where a
+# schedule cycles it) over. So the rate is a function of the step alone: a resumed training, or one that goes on under another
+# plan, replays it. Only ReduceLROnPlateau has a state, which a checkpoint keeps.
+
+
+FOLLOWED = ("lr", "momentum", "betas")
+"""What a scheduler changes of a group of parameters."""
+_PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+class LearningRates:
+    """What the optimizers of all groups of parameters have in each step: each follows the schedule from its own rate;
+    `learning_rate` is that of parameters in no group. steps: of the whole training. order: of the samples, which says what an
+    epoch is. Raises ConfigError: torch refuses the arguments of the schedule."""
+
+    def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
+        assert recipe.schedule is not None
+        self._schedule = recipe.schedule
+        self._rules = [("", optimizer, learning_rate, recipe)]
+        for group in recipe.update_groups:
+            self._rules.append((group.name, group.optimizer, group.learning_rate, recipe.of(group.name)))
+        self._epoch_steps = 1 if recipe.schedule.per == "step" else order.steps_per_epoch
+        self._length = max(1, self._unit(steps - 1) + 1 - self._schedule.warmup)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._at = 0
+        self._optimizers: dict[str, Optimizer] = {}
+        self._schedulers: list[LRScheduler] = []
+        for name, row, learning_rate, recipe in self._rules:
+            optimizer = make_optimizer(row, [torch.nn.Parameter(torch.zeros(1))], learning_rate, recipe=recipe)
+            optimizer.step()  # schedulers warn of one that has made no step
+            self._optimizers[name] = optimizer
+            self._schedulers.append(scheduler(optimizer, self._schedule, learning_rate, self._length))
+
+    def _unit(self, step: int) -> int:
+        return step // self._epoch_steps
+
+    @property
+    def _followers(self) -> list[ReduceLROnPlateau]:
+        return [entry for entry in self._schedulers if isinstance(entry, ReduceLROnPlateau)]
+
+    def settings(self, step: int) -> dict[str, dict[str, Any]]:
+        """By group, what its optimizer has in the step of that number, counted from 0."""
+        unit, warmup = self._unit(step), self._schedule.warmup
+        if not self._followers:
+            if unit < self._at:
+                self._begin()
+            for _ in range(unit - self._at):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # of schedulers in a row, about the order of calls
+                    for entry in self._schedulers:
+                        entry.step()
+            self._at = unit
+        settings = {
+            name: {key: group[key] for key in FOLLOWED if key in group}
+            for name, optimizer in self._optimizers.items()
+            for group in optimizer.param_groups
+        }
+        if self._followers and unit < warmup:
+            first = self._schedule.start_factor
+            for values in settings.values():
+                values["lr"] *= first + (1 - first) * unit / warmup
+        return settings
+
+    def of(self, step: int) -> dict[str, float]:
+        """The rate of every group in the step of that number; "" for parameters in none."""
+        return {name: float(values["lr"]) for name, values in self.settings(step).items()}
+
+    def apply(self, step: int, optimizers: Mapping[str, Optimizer]) -> None:
+        settings = self.settings(step)
+        for name, optimizer in optimizers.items():
+            for group in optimizer.param_groups:
+                group.update(settings[name])
+
+    def saw(self, score: float, step: int) -> None:
+        """A validation score after `step` steps; ReduceLROnPlateau follows it once the warm-up is over."""
+        if self._unit(step) >= self._schedule.warmup:
+            for follower in self._followers:
+                follower.step(score)
+
+    def state(self) -> Tensor | None:
+        """For a checkpoint; None where the step says all."""
+        values = []
+        for follower in self._followers:
+            values += [follower.optimizer.param_groups[0]["lr"], *(getattr(follower, key) for key in _PLATEAU_STATE)]
+        return torch.tensor([float(value) for value in values], dtype=torch.float64) if values else None
+
+    def load(self, state: Tensor | None) -> None:
+        if state is None or not self._followers:
+            return
+        for follower, values in zip(self._followers, state.chunk(len(self._followers)), strict=True):
+            rate, follower.best, *counts = values.tolist()
+            follower.optimizer.param_groups[0]["lr"] = rate
+            for key, count in zip(_PLATEAU_STATE[1:], counts, strict=True):
+                setattr(follower, key, int(count))
+
+
+def scheduler(optimizer: Optimizer, schedule: Schedule, learning_rate: float, length: int) -> LRScheduler:
+    """torch's scheduler of an optimizer: the schedule, behind its warm-up. ReduceLROnPlateau has none: its caller warms up.
+    length: updates of the rate in the whole training, without the warm-up. Raises ConfigError: torch refuses the arguments."""
+    row, arguments = SCHEDULES[schedule.name], dict(schedule.arguments)
+    if row.length:
+        arguments.setdefault(row.length, length)
+    if row.peak:
+        arguments.setdefault(row.peak, learning_rate)
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    warms = schedule.warmup > 0 and schedule.name != PLATEAU
+    try:
+        warm = [LinearLR(optimizer, start_factor=schedule.start_factor, total_iters=schedule.warmup)] if warms else []
+        then = row.make(optimizer, **values)
+    except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
+        raise ConfigError(f"training.schedule: torch refuses the arguments of {schedule.name}: {error}") from error
+    if not warm:
+        return then
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return SequentialLR(optimizer, [*warm, then], milestones=[schedule.warmup])
+
+
+def check_schedule(optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
+    """Raise ConfigError for a schedule that cannot go through the training: its last step too."""
+    if recipe.schedule is None:
+        return
+    rates = LearningRates(optimizer, learning_rate, recipe, steps=steps, order=order)
+    try:
+        rates.of(steps - 1)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"training.schedule: {recipe.schedule.name} fails before step {steps}: {error}") from error

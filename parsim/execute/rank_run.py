@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parsim.data import dataset_for
 from parsim.data.blocks.exchange import available_bytes
-from parsim.data.datasets import dataset_for
 from parsim.data.samples import Samples, train_and_validation
 from parsim.data.shards import training_order
 from parsim.errors import DivergedError, ExecutionError
@@ -36,26 +36,24 @@ from parsim.execute.cuda.faults import (
 from parsim.execute.cuda.gpu import STAGED, MemoryUse, counters_of, sharing
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import RunSpec
-from parsim.execute.learning_rate import LearningRates
 from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
-from parsim.execute.mixing import MixingRounds, is_message, mean_groups
+from parsim.execute.mixing import MixingRounds, StaleStage, is_message, mean_groups
 from parsim.execute.numerics import numerics_of
+from parsim.execute.operations import StepWatch
+from parsim.execute.optimizer import LearningRates
 from parsim.execute.processes.exchange import default_device, gather_values, meet
 from parsim.execute.processes.group import ProcessPlace, Stream, StreamLink, make_groups, open_links
 from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.runtime import RankProgram, required_groups, required_links
 from parsim.execute.stage import LOSS_SCALE, StageReplica, recorded_programs
-from parsim.execute.stale import StaleStage
-from parsim.execute.store import StepWatch
 from parsim.execute.streams import Streams, TaskTime, ThreadStreams
 from parsim.model.formats import number_format
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.plan import Plan
 from parsim.program.lower import lower, step_graphs
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Task, TaskGraph
 from parsim.work import Compute, Phase
 
 MOVING = ("inputs", "receive_buffers")
@@ -66,12 +64,11 @@ PASSING = ("workspace", "unsharded")
 
 
 class LineWatch(StepWatch):
-    """Counts the peak of live tensors, in the lines in which `parsim.predict.memory` predicts it.
+    """Counts the peak of live tensors, in the lines in which `parsim.predict.memory` predicts it: those alive at the end of
+    that forward at which most is alive, what a step keeps before a backward lets go of it. `workspace` is by how much the
+    fullest moment of the step exceeds that, whenever it comes.
 
-    The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
-    it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes.
-
-    Attributes: live: counts while it is open. lines: bytes per line at the fullest end of a forward so far.
+    live: counts while it is open. lines: bytes per line at the fullest end of a forward so far.
     """
 
     def __init__(self) -> None:
@@ -125,23 +122,17 @@ T = TypeVar("T")
 
 
 def built_at_once(free_bytes: int | None, *, whole_bytes: int, kept_bytes: int, ranks: int) -> int:
-    """How many ranks of a host may build at once; at least one, which is all that can be tried.
-
-    Args:
-        free_bytes: of the host; None: unknown, so all ranks may.
-        whole_bytes: of the whole module, which a rank has while it builds. kept_bytes: what a rank keeps of it on the host.
-        ranks: of this host.
-    """
+    """How many of the ranks of a host may build at once; at least one, which is all that can be tried. free_bytes: of the host;
+    None: unknown. whole_bytes: of the whole module, which a rank has while it builds. kept_bytes: what a rank keeps of it
+    there."""
     if free_bytes is None or whole_bytes <= 0:
         return ranks
     return max(1, min(ranks, (free_bytes - ranks * kept_bytes) // whole_bytes))
 
 
 def in_turns(place: ProcessPlace, build: Callable[[], T], *, whole_bytes: int, kept_bytes: int) -> T:
-    """What `build` returns: ranks of a host build at once, or in turns where its memory does not hold all of their modules.
-
-    Every rank calls it; `build` calls no collective. whole_bytes, kept_bytes: see `built_at_once`.
-    """
+    """What `build` returns: ranks of a host build at once, or in turns where its memory does not hold all of their modules
+    (`built_at_once`). Every rank calls it; `build` calls no collective."""
     if place.world_size == 1:
         return build()
     ranks = place.local_world_size
@@ -172,10 +163,8 @@ FILLING = 2
 
 
 class ProcessGroups:
-    """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
-
-    Attributes: mine: those this rank belongs to, by stream.
-    """
+    """The process groups of this launch, made as plans ask for them; `mine` are this rank's. Every rank asks for the same ones
+    in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -185,9 +174,7 @@ class ProcessGroups:
 
     def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
         """Make the groups that the graph needs in that precision and that do not exist yet. Links of NCCL are open then.
-
-        layout: of the plan, whose steps may need more than the one of `graph`.
-        """
+        layout: of the plan, whose steps may need more than the one of `graph`."""
         needed, links = required_groups(graph), required_links(graph)
         if layout is not None and layout.plan.synchronisation.mixes:
             for other in step_graphs(layout):
@@ -226,10 +213,8 @@ def agreeing(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
 def built(
     run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: ProcessGroups, *, steps: int
 ) -> RankRun | None:
-    """One run of the job on this rank; None where its plan has no such rank. Every rank calls it.
-
-    Ranks of a host build in turns where its memory does not hold the whole module once for each of them.
-    """
+    """One run of the job on this rank; None where its plan has no such rank. Every rank calls it. Ranks of a host build in
+    turns where its memory does not hold the whole module once for each of them."""
     has_part = place.rank < run.plan.world_size
     widening = max(1, numerics_of(run, torch.device(place.device)).weights.itemsize // torch.float32.itemsize)
     on_host = layout.rank_parameters(place.rank) if has_part and place.device == "cpu" else ()
@@ -245,10 +230,8 @@ def built(
 
 
 class RankRun:
-    """One run of the job on this rank: its program, its data, and where it stands.
-
-    Attributes: own_loss: of the last step, the sum over this rank's samples as a part of the whole batch; None: it had none.
-    """
+    """One run of the job on this rank: its program, its data, and where it stands. own_loss: of the last step, the sum over
+    this rank's samples as a part of the whole batch; None: it had none."""
 
     def __init__(
         self,
@@ -319,10 +302,8 @@ class RankRun:
         self.built_s = time.perf_counter() - began
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
-        """Go on under another plan: weights, optimizer state, buffers, random state, data order and records stay.
-
-        Every rank calls it at the same step.
-        """
+        """Go on under another plan: weights, optimizer state, buffers, random state, data order and records stay. Every rank
+        calls it at the same step."""
         pulse().begin(Doing.PREPARING, "changing the plan")
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
@@ -344,10 +325,8 @@ class RankRun:
         return after
 
     def rebuilt_s(self, place: ProcessPlace, groups: ProcessGroups) -> float:
-        """Seconds to build this again with warm libraries: what a switch takes beside the moving of weights.
-
-        A GPU may not hold it twice: there it is the seconds of the first build, which warmed libraries up, too.
-        """
+        """Seconds to build this again with warm libraries: what a switch takes beside the moving of weights. A GPU may not hold
+        it twice: there it is the seconds of the first build, which warmed libraries up, too."""
         if self.stage.device.type != "cpu":
             return self.built_s
         random = checkpoint.rng_state(str(self.stage.device))
@@ -358,7 +337,6 @@ class RankRun:
         return again.built_s
 
     def close(self) -> None:
-        """End what runs beside the rank's own thread."""
         self.loader.close()
         self.streams.close()
         if self.mixing is not None:
@@ -410,7 +388,6 @@ class RankRun:
             self._every *= 2
 
     def forget_times(self) -> None:
-        """Forget the task times so far: those that follow are sampled anew."""
         self.record.steps.clear()
         self._seen, self._every = 0, 1
 
@@ -470,7 +447,6 @@ class RankRun:
         )
 
     def timed(self, steps: int) -> None:
-        """`steps` steps as one round."""
         cpu, start = time.process_time(), time.perf_counter()
         for _ in range(steps):
             self.step(keep=True)
@@ -499,7 +475,6 @@ class RankRun:
             )
 
     def state(self) -> checkpoint.RankState:
-        """What this rank contributes to a checkpoint."""
         state = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
         progress = {**state.progress, **self.notes, **({} if rate is None else {RATE: rate})}
@@ -545,7 +520,6 @@ def run_dataset(run: RunSpec, split: str) -> Samples:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a rank that computes on `device`."""
     if device.type != "cuda" or sharing() == STAGED:  # staged communication blocks whoever asks for it
         return ThreadStreams()
     return CudaStreams(TorchCudaDriver(device))

@@ -16,37 +16,24 @@ import torch
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.mixing import GroupsByStream, MixingRounds
-from parsim.execute.operations import Communicating, Computing, StepValues
+from parsim.execute.mixing import GroupsByStream, MixingRounds, StaleStage, runs
+from parsim.execute.operations import Communicating, Computing, StepValues, StepWatch, Store
 from parsim.execute.processes.group import StreamLink
 from parsim.execute.stage import StageReplica
-from parsim.execute.stale import StaleStage, runs
-from parsim.execute.store import StepWatch, Store
 from parsim.execute.streams import BatchSource, Operation, Streams, TaskTime
 from parsim.program.lifetimes import bucket_rooms, message_rooms
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, HOST, RankTasks, Task
-from parsim.program.taskgraph import TaskGraph, in_order, rank_tasks
+from parsim.program.taskgraph import COMPUTE, HOST, RankTasks, Task, TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
-
-
-def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    """The graph of a step in which all replicas compute."""
-    plan, rule = layout.plan, layout.plan.synchronisation
-    if rule.participation == 1.0:
-        return graph
-    return lower(replace(plan, synchronisation=replace(rule, participation=1.0, seed=0)), layout.model)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepScript:
-    """Attributes:
-    tasks: of the rank. updates: whether an optimizer's step is among them. mixing: what to do for tasks of a round.
-    is_first: whether it is the step that the prediction shows: like the one that the first round follows.
-    share: of the replicas that compute in the step.
-    launches: the numbers of `tasks` in the order that all ranks launch in; none where ranks need no such order.
-    """
+    """tasks: of the rank. updates: whether an optimizer's step is among them. mixing: what to do for tasks of a round.
+    is_first: whether it is the step that the prediction shows: like the one that the first round follows. share: of the
+    replicas that compute in the step. launches: the numbers of `tasks` in the order that all ranks launch in; none where ranks
+    need no such order."""
 
     tasks: RankTasks
     updates: bool
@@ -64,10 +51,8 @@ class StepScript:
 class StepScripts:
     """The scripts of one rank, each made once.
 
-    Args:
-        graph: of the step that the first round follows, or of every step. layout: of the plan. rank: global number.
-        mixing: where replicas mix in rounds, the rank's part of them. stale: where stages are decoupled, what waits there.
-        launch_order: of all tasks of a graph; None: ranks need none.
+    graph: of the step that the first round follows, or of every step. mixing: where replicas mix in rounds, the rank's part of
+    them. stale: where stages are decoupled, what waits there. launch_order: of all tasks of a graph; None: ranks need none.
     """
 
     def __init__(
@@ -82,7 +67,10 @@ class StepScripts:
         self._layout, self._rank, self._mixing, self._stale = layout, rank, mixing, stale
         self._first, self._launch_order = graph, launch_order
         self._made: dict[tuple[object, ...], StepScript] = {}
-        self._whole = self._script(_with_every_replica(graph, layout), {})
+        rule, every = layout.plan.synchronisation, graph
+        if rule.participation < 1.0:  # the step in which all replicas compute
+            every = lower(replace(layout.plan, synchronisation=replace(rule, participation=1.0, seed=0)), layout.model)
+        self._whole = self._script(every, {})
 
     def of_step(self, number: int | None) -> StepScript:
         """The script of training step `number` >= 0; None: what the rank does at most in any step."""
@@ -152,11 +140,9 @@ def _updates(tasks: RankTasks) -> bool:
 
 
 def launch_order(graph: TaskGraph, layout: PlanIndex) -> list[int]:
-    """The numbers of all tasks of all ranks in a step; the same on every rank.
-
-    Whatever follows no update comes before all updates. With a scaled loss, ranks agree in their first one, and their hosts
-    wait for one another there. Raises ExecutionError: tasks wait for one another.
-    """
+    """The numbers of all tasks of all ranks in a step; the same on every rank. Whatever follows no update comes before all
+    updates: with a scaled loss, ranks agree in their first one, and their hosts wait for one another there. Raises
+    ExecutionError: tasks wait for one another."""
     before = graph.predecessors()
     for index, awaited in room_waits(graph, layout).items():
         before[index].extend(awaited)
@@ -206,13 +192,8 @@ class _Issue:
 
 
 class RankProgram:
-    """The tasks of one rank, in issue order, and the state of one step while it runs.
-
-    Args:
-        groups: process group by (stream, ranks in ascending order).
-        mixing: where replicas mix their weights in rounds, this rank's part of them; `graph` is then that of the first round.
-        stale: where stages are decoupled, what waits on this one between steps.
-    """
+    """The tasks of one rank, in issue order, and the state of one step while it runs. groups: process group by (stream, ranks
+    in ascending order). mixing, stale: as for `StepScripts`; `graph` is then that of the first round."""
 
     def __init__(
         self,
@@ -243,7 +224,6 @@ class RankProgram:
 
     @property
     def watch(self) -> StepWatch:
-        """Receives the events of a step, for tools that count memory."""
         return self._values.watch
 
     @watch.setter
@@ -266,10 +246,8 @@ class RankProgram:
             self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor, computed=True)
 
     def run_forward_again(self, batch: BatchSource, draw: int) -> None:
-        """Repeat the forward of a batch that waits for its backward, where a decoupled stage goes on from a checkpoint.
-
-        draw: of the random numbers of its step.
-        """
+        """Repeat the forward of a batch that waits for its backward, where a decoupled stage goes on from a checkpoint. draw:
+        of the random numbers of its step."""
         assert self._stale is not None
         assert self._stale.forward is not None
         self._stale.forward.draw = draw
@@ -282,20 +260,16 @@ class RankProgram:
         self._reset()
 
     def script(self, number: int) -> StepScript:
-        """What this rank does in training step `number`."""
         return self._steps.of_step(number)
 
     def step(
         self, batch: BatchSource, following: BatchSource | None = None, *, script: StepScript | None = None
     ) -> tuple[float, list[TaskTime]]:
-        """Run one training step.
+        """Run one training step. Returns the sum over this rank's samples of the loss (0 where another rank counts it), and the
+        tasks' times.
 
-        Args:
-            script: of this step, where steps differ (`script`).
-            following: the `batch` of the next call, where it is known: it is loaded beside this step, where the device can.
-
-        Returns:
-            The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
+        script: of this step, where steps differ. following: the `batch` of the next call, where it is known: it is loaded
+        beside this step, where the device can.
         """
         self._script = script or self._script
         with self._stage.randomness.step():
@@ -396,13 +370,14 @@ class RankProgram:
             self._computing.keep(microbatch, values)
 
     def _load_ahead(self, load: _Bound, following: BatchSource | None) -> None:
-        """Load the next step's batch, if it is known."""
-        if following is not None:
-            self._streams.load_ahead(load.task.index, load.stream, lambda: self._read_ahead(following))
+        if following is None:  # it is not known
+            return
 
-    def _read_ahead(self, following: BatchSource) -> None:
-        self.watch.loading()
-        self._ahead = following, self._computing.read(following)
+        def read() -> None:
+            self.watch.loading()
+            self._ahead = following, self._computing.read(following)
+
+        self._streams.load_ahead(load.task.index, load.stream, read)
 
 
 def _is_ready(following: BatchSource | None) -> bool:
@@ -411,19 +386,15 @@ def _is_ready(following: BatchSource | None) -> bool:
 
 
 def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:
-    """The last task of each stream among those that a task waits for: streams run in issue order.
-
-    places: per task of the script its number in issue order, and its stream.
-    """
+    """The last task of each stream among those that a task waits for: streams run in issue order. places: per task of the
+    script its number in issue order, and its stream."""
     ordered = sorted(places[index] + (index,) for index in before if index in places)
     return tuple({stream: index for _, stream, index in ordered}.values())
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
-    """The process groups that a graph needs, (stream, ranks ascending) in order of first use; the same list on every rank.
-
-    A transfer's group is named after its sending stream, so both directions of a pair have one each.
-    """
+    """The process groups that a graph needs, (stream, ranks ascending) in order of first use; the same list on every rank. A
+    transfer's group is named after its sending stream, so both directions of a pair have one each."""
     needed: dict[tuple[str, tuple[int, ...]], None] = {}
     for task in graph.tasks:
         match task.work:

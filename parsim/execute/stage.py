@@ -7,15 +7,15 @@ buckets. Under ZeRO 3 gathered parameters always use one place, so tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.checkpoint.checkpoint import RankState, restore_tensors
+from parsim.execute.checkpoint.checkpoint import RankState, check_shape, restore_tensors
 from parsim.execute.checkpoint.fragments import Fragment, check_names, fragment_of, is_per_element, piece_of
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.execute.numerics import ComponentRandomness, TorchNumerics, overflow_flag
@@ -29,37 +29,208 @@ from parsim.execute.optimizer import (
     scale_to_norm,
     squared_norm,
 )
-from parsim.execute.zero import DividedBucket
-from parsim.model.build import build_module, check_real, move_hollow
+from parsim.model.build import (
+    build_module,
+    check_real,
+    example_batch,
+    follows_example,
+    interface_of,
+    loss_of,
+    move_hollow,
+    record,
+)
 from parsim.model.component import LOSS
-from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
-from parsim.model.shard.apply import shard_runnable
-from parsim.model.shard.pieces import piece
+from parsim.model.shard.apply import piece, shard_runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.trace.trace import follows_example, record
 from parsim.plans.layouts import ValueLayout
-from parsim.program.buckets import HeldParameter
+from parsim.program.buckets import Bucket, HeldParameter
 from parsim.program.passes.gradients import counted_by, updates_of
 from parsim.program.placed import PlanIndex
+
+# ZeRO: the parameters of a bucket in one flat array, of which each rank of the group updates its part.
+#
+# Gradients lie in a second flat array of the same order. Both are padded with zeros to equal parts. Every optimizer here works
+# element by element, so updating a part of the flat array is updating that part of the parameters.
+#
+#     stage 1    both arrays are always whole.
+#     stage 2    the gradients are whole from `begin_gradients` to `end_gradients` of a microbatch; this rank's part of their
+#                sum (`gradients`) stays.
+#     stage 3    the parameters are whole from `begin_parameters` to `end_parameters`; this rank's part of them stays. In
+#                between the flat array has no memory, while its views, and the tensors that autograd saved of them, stay valid.
+#
+# Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 1 to 3.
+
+
+class ChunkRun(NamedTuple):
+    """Neighbours in a rank's part of a bucket that are updated alike: with weight decay, or `exempt` from it. `tensor` is a
+    parameter of the optimizer: the elements `start` to `stop` of the chunk."""
+
+    tensor: nn.Parameter
+    exempt: bool
+    start: int
+    stop: int
+
+
+class DividedBucket:
+    """A bucket whose optimizer state, or frozen parameters, are spread over its group; this rank is `place` in it.
+
+    Attributes:
+        parameters: the flat padded array. chunk: this rank's part as a parameter; its `.grad` is its part of the gradients.
+        gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part;
+            nothing of frozen parameters.
+        parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
+        runs: what the optimizer steps: the chunk, or pieces of it where some of its parameters are `exempt` from weight decay.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        held: Mapping[str, Tensor],
+        place: int,
+        *,
+        stage: int,
+        device: torch.device,
+        exempt: frozenset[str] = frozenset(),
+    ) -> None:
+        """`held`: the parameters, on any device. They become views of the flat array on `device`."""
+        first = held[bucket.parameters[0].name]
+        size = bucket.chunk_elements
+        self.bucket = bucket
+        self.stage = stage
+        self.group = bucket.first[0].group
+        self._held = {entry.name: held[entry.name] for entry in bucket.parameters}
+        self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=device)
+        self.parts: dict[str, tuple[Fragment, slice]] = {}
+        start, stop = place * size, (place + 1) * size
+        for entry, offset in self._offsets():
+            parameter = held[entry.name]
+            view = self.parameters[offset : offset + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+            begin, end = max(start, offset), min(stop, offset + entry.elements)
+            if begin < end:
+                spread = fragment_of(entry)._replace(start=begin - offset, stop=end - offset, shape=tuple(parameter.shape))
+                self.parts[entry.name] = spread, slice(begin - start, end - start)
+        own = self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop]
+        self.chunk = nn.Parameter(own, requires_grad=bucket.trainable)
+        if not bucket.trainable:
+            self.gradients = self.chunk.new_empty(0)
+        elif stage >= 2:
+            self.gradients = torch.zeros_like(self.chunk.data)
+            self.chunk.grad = self.gradients
+        else:
+            self.gradients = torch.zeros_like(self.parameters)
+            self._show(self.gradients)
+            self.chunk.grad = self.gradients[start:stop]
+        self.runs = self._cut(exempt) if bucket.trainable else ()
+        self._whole: Tensor | None = None
+        self._elements = len(self.parameters)
+        if stage >= 3:
+            self.end_parameters()
+
+    def _offsets(self) -> Iterator[tuple[HeldParameter, int]]:
+        offset = 0
+        for entry in self.bucket.parameters:
+            yield entry, offset
+            offset += entry.elements
+
+    def _cut(self, exempt: frozenset[str]) -> tuple[ChunkRun, ...]:
+        """The chunk in as few pieces as weight decay needs; padding belongs to the last."""
+        kinds = [(place.start, name in exempt) for name, (_, place) in self.parts.items()]
+        begins = [entry for number, entry in enumerate(kinds) if not number or entry[1] != kinds[number - 1][1]]
+        if len(begins) < 2:
+            return (ChunkRun(self.chunk, bool(begins) and begins[0][1], 0, self.chunk.numel()),)
+        ends = [start for start, _ in begins[1:]] + [self.chunk.numel()]
+        runs = []
+        for (start, without), stop in zip(begins, ends, strict=True):
+            tensor = nn.Parameter(self.chunk.data[start:stop])
+            assert self.chunk.grad is not None
+            tensor.grad = self.chunk.grad[start:stop]
+            runs.append(ChunkRun(tensor, without, start, stop))
+        return tuple(runs)
+
+    @property
+    def summed(self) -> Tensor:
+        """This rank's part of the gradients."""
+        gradients = self.chunk.grad
+        assert gradients is not None
+        return gradients
+
+    def run_of(self, name: str) -> int:
+        first = self.parts[name][1].start
+        return next(number for number, run in enumerate(self.runs) if run.start <= first < run.stop)
+
+    def _in_run(self, name: str) -> tuple[ChunkRun, slice]:
+        run, place = self.runs[self.run_of(name)], self.parts[name][1]
+        return run, slice(place.start - run.start, place.stop - run.start)
+
+    def _show(self, gradients: Tensor) -> None:
+        for entry, offset in self._offsets():
+            parameter = self._held[entry.name]
+            parameter.grad = gradients[offset : offset + parameter.numel()].view_as(parameter)
+
+    def begin_gradients(self) -> None:
+        """Room for the gradients of a microbatch, unless there is some."""
+        if self._whole is None:
+            self._whole = torch.zeros(self._elements, dtype=self.chunk.dtype, device=self.chunk.device)
+            self._show(self._whole)
+
+    def end_gradients(self) -> Tensor:
+        """The flat gradients of a microbatch, which are forgotten here."""
+        whole, self._whole = self._whole, None
+        assert whole is not None, "a backward has begun these gradients"
+        for parameter in self._held.values():
+            parameter.grad = None
+        return whole
+
+    def begin_parameters(self) -> Tensor:
+        """Room for all parameters: the flat array, for the parts of all ranks."""
+        self.parameters.untyped_storage().resize_(self._elements * self.chunk.element_size())
+        return self.parameters
+
+    def end_parameters(self) -> None:
+        self.parameters.untyped_storage().resize_(0)
+
+    def load_weight(self, name: str, weight: Tensor) -> None:
+        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3). Raises as `check_shape`."""
+        check_shape(name, weight, self._held[name])
+        if name in self.parts:
+            fragment, place = self.parts[name]
+            self.chunk.data[place] = weight.reshape(-1)[fragment.start : fragment.stop].to(self.chunk.data)
+
+    def state_of(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the state of a parameter's run says of it: views into its arrays, and its step counter."""
+        place = self._in_run(name)[1]
+        return {key: value[place] if is_per_element(value, key) else value for key, value in state.items()}
+
+    def add_state(self, run_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
+        """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of its run."""
+        fragment = self.parts[name][0]
+        run, place = self._in_run(name)
+        for key, value in state.items():
+            if is_per_element(value, key):
+                flat = run_state.setdefault(key, torch.zeros_like(run.tensor.data, dtype=value.dtype))
+                flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
+            else:
+                run_state.setdefault(key, value)
 
 
 class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
-    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
-    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank does
-    not hold are emptied on the host, so that only its own ever lie on `device`.
+    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded component
+    the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank does not hold are
+    emptied on the host, so that only its own ever lie on `device`.
 
     Attributes:
-        runnables: by component name.
+        runnables: by component name. updates: the optimizers, by group of parameters.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
         divided: of these the ones whose optimizer state is spread over their group (ZeRO), and those of frozen parameters.
         gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
-        loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
-        agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
+        loss_scale: of the step at hand, with fp16. agree: then, how the ranks find out whether the gradients of any have
+            overflowed.
         also_resident: lines of memory that others keep between steps for this rank, and their tensors.
-        updates: the optimizers, by group of parameters.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -167,18 +338,14 @@ class StageReplica:
 
     def _move(self, stays: Sequence[Tensor]) -> None:
         """Move what is left of the module to the device, all but what `stays`: a divided bucket moves its own parameters.
-
-        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them.
-        """
+        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them."""
         kept = {id(tensor) for tensor in stays}
         self.module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(self.device))  # type: ignore[no-untyped-call]
 
     @property
     def loss_gradient(self) -> Tensor:
-        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch.
-
-        Replicas that mix their weights in rounds train each on the mean over its own samples.
-        """
+        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch. Replicas that mix their weights
+        in rounds train each on the mean over its own samples."""
         plan = self.layout.plan
         samples = plan.global_batch // (plan.mesh.dp if plan.synchronisation.mixes else 1)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
@@ -276,7 +443,6 @@ class StageReplica:
         return skipped
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers that this stage's components read or update, by qualified name."""
         names = {name for entry in self.runnables.values() for name in entry.buffer_names}
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
@@ -313,9 +479,7 @@ class StageReplica:
 
     def load(self, state: RankState) -> None:
         """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew.
-
-        Raises ExecutionError where a name is missing or has another shape.
-        """
+        Raises ExecutionError where a name is missing or has another shape."""
         restore_tensors({name: self.parameters[name] for name in self.parameters if name not in state.weights}, {})
         for name in self.parameters:
             self.load_parameter(name, state.weights[name], state.optimizer.get(name, {}))
@@ -325,11 +489,9 @@ class StageReplica:
         self.finish_loading()
 
     def load_parameter(self, name: str, weight: Tensor, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on.
-
-        The arrays of the state may become the optimizer's own. Step counters are copied: of parameters that were updated
-        together they can be one tensor, which would then be counted up once for each.
-        """
+        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on. The
+        arrays of the state may become the optimizer's own. Step counters are copied: of parameters that were updated together
+        they can be one tensor, which would then be counted up once for each."""
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
@@ -361,14 +523,12 @@ class StageReplica:
             divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
             buffers[name] = piece(buffers[name], fragment.part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
     def finish_loading(self) -> None:
-        """Give the optimizer the states that `load_parameter` has collected."""
         states, self._loaded = self._loaded, {}
         for group in self.updates.optimizers:
             named = self._undivided(group)
@@ -378,10 +538,8 @@ class StageReplica:
             self.updates.restore(group, named, states)
 
     def held_state(self, name: str) -> tuple[Tensor, dict[str, Any]]:
-        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it.
-
-        The state is empty before the first step and of a frozen parameter.
-        """
+        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it. The state is
+        empty before the first step and of a frozen parameter."""
         held, parameter = self._held[name], self.parameters[name]
         return parameter.data, self.updates.state_of(parameter, held.group) if held.trainable else {}
 
@@ -397,7 +555,6 @@ class StageReplica:
         return fragments
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
-        """What is alive between steps, by the line of memory it belongs to."""
         parts = [divided.chunk for divided in self.divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],
@@ -463,12 +620,8 @@ def _recordings(
 def recorded_programs(
     spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str, autocast: torch.dtype | None = None
 ) -> dict[str, CallProgram]:
-    """The recorded components of a model in training mode; recorded once per set of arguments.
-
-    The weights take no memory of `device`, unless control flow follows an example: that one is computed there.
-
-    samples: of one microbatch. granularity: "block" or "layer". dtype, device: of weights and values.
-    """
+    """The recorded components of a model in training mode; recorded once per set of arguments. The weights take no memory of
+    `device`, unless control flow follows an example: that one is computed there. samples: of one microbatch."""
     place, flow = torch.device(device), spec.control_flow
     module = seeded_module(spec, 0, dtype, place if follows_example(flow) else HOST)
     if not follows_example(flow) and place != HOST:

@@ -44,12 +44,12 @@ _recorded = tuple.__new__
 class Streams(Protocol):
     """What the interpreter needs of a device.
 
-    Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
-    only `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams
-    were given: ranks then issue in one order (`parsim.execute.runtime`). An operation calls five functions while it
-    issues. `used`: its stream reads a tensor that another stream may have allocated. `lent`: the same of a communication and of
-    memory of the computation. `unowned`: a tensor as a transfer is to have it. `fence`: marks its launches so far. `after`:
-    makes it wait for a fence.
+    Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is only
+    `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams were
+    given: ranks then issue in one order (`parsim.execute.runtime`). An operation calls five functions while it issues. `used`:
+    its stream reads a tensor that another stream may have allocated. `lent`: the same of a communication and of memory of the
+    computation. `unowned`: a tensor as a transfer is to have it. `fence`: marks its launches so far. `after`: makes it wait for
+    a fence.
     """
 
     @property
@@ -84,12 +84,9 @@ class _Waiting:
 
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
-    before the computation where the system lets it (`parsim.execute.processes.setup`).
-
-    Computation and communication share a core. So a thread is woken once per communication, when all that it needs has ended.
-
-    Loading takes the time of the core that computes: it runs in its turn.
-    """
+    before the computation where the system lets it (`parsim.execute.processes.setup`). Both share a core. So a thread is woken
+    once per communication, when all that it needs has ended. Loading takes the time of the core that computes: it runs in its
+    turn."""
 
     loads_ahead = queues = False
     _clock = staticmethod(time.perf_counter)
@@ -217,7 +214,6 @@ class ThreadStreams:
             thread.join(timeout=1.0)
 
     def _wait_for(self, task: int) -> None:
-        """Until a communication has ended."""
         running = self._running[task]
         if running.locked():
             with self._pulse.waiting(), running:

@@ -20,7 +20,7 @@ from parsim.execute.checkpoint.checkpoint import set_aside_newer
 from parsim.execute.cuda.faults import is_out_of_memory
 from parsim.execute.evaluation import BATCH, Validation, score
 from parsim.execute.job import SCORE, Job
-from parsim.execute.metrics_file import FILE
+from parsim.execute.metrics import FILE
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.heartbeat import Doing, pulse
@@ -53,11 +53,9 @@ NORMS = 256
 
 
 class TrainingLog:
-    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
-
-    The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
-    more than its graph says. A resumed training first drops the lines behind its checkpoint.
-    """
+    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step. The losses of ranks
+    are added up where ranks meet anyway: at validations, checkpoints and the end. A resumed training first drops the lines
+    behind its checkpoint."""
 
     def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
         self._path, self._steps = folder / FILE, steps
@@ -74,12 +72,10 @@ class TrainingLog:
                 self._board = _board(folder / BOARD, self._first)
 
     def begin_step(self, entry: RankRun) -> None:
-        """Before a step: its rate, and the time from here on."""
         self._rates.append(entry.learning_rates)
         self._last = time.perf_counter()
 
     def end_step(self, entry: RankRun) -> None:
-        """After a step."""
         self._seconds.append(time.perf_counter() - self._last)
         self._norms.append(entry.stage.gradient_norm)
         if len(self._norms) - self._read >= NORMS:
@@ -126,7 +122,6 @@ class TrainingLog:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of the last steps."""
         recent = self._seconds[-RECENT:]
         return sum(recent) / len(recent)
 
@@ -179,10 +174,8 @@ def _cut(path: Path, steps: int) -> None:
 
 class CheckpointTimes:
     """After which steps a checkpoint is written where nobody says: so often that at most a minute or a quarter of the training
-    is lost, and never so often that writing takes more than 2% of the time.
-
-    Every rank asks after every step. All of them come to the same steps, by what they measured at the one before.
-    """
+    is lost, and never so often that writing takes more than 2% of the time. Every rank asks after every step. All of them come
+    to the same steps, by what they measured at the one before."""
 
     MOST_S, LEAST_S, LOST, SHARE = 60.0, 5.0, 0.25, 0.02
     FIRST_STEPS = 5
@@ -227,13 +220,9 @@ FEWER = 4
 def train(
     job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None
 ) -> RankRun | None:
-    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples.
-
-    Before and after the steps, ranks with a `probe` measure the speed of their cores.
-
-    Returns:
-        The run as it ended, perhaps under another plan; None: an earlier launch has done all that.
-    """
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples. Before and
+    after the steps, ranks with a `probe` measure the speed of their cores. Returns the run as it ended, perhaps under another
+    plan; None: an earlier launch has done all that."""
     folder = Path(job.output) / "checkpoints"
     entry.checkpoints = folder
     if job.resume:
@@ -319,13 +308,11 @@ def train(
 
 
 def _state_bytes(entry: RankRun) -> int:
-    """What a rank writes into a checkpoint: parameters and the optimizer's state."""
     held = entry.stage.resident_tensors()
     return sum(tensor.nbytes for line in ("parameters", "optimizer_state") for tensor in held[line])
 
 
 def _looks(probe: SpeedProbe | None) -> list[float]:
-    """One look at the speed of the cores, by all ranks at once."""
     meet()
     seconds = [] if probe is None else [probe.seconds()]
     meet()
@@ -361,10 +348,8 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
 
 
 def _has_ended(job: Job, entry: RankRun) -> bool:
-    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part.
-
-    A launch file may be run again. `parsim run` looks for itself, before it starts any process.
-    """
+    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part. A launch
+    file may be run again. `parsim run` looks for itself, before it starts any process."""
     output = Path(job.output)
     records, result = output / entry.run.name, output / SCORE
     try:
@@ -380,7 +365,6 @@ def _has_ended(job: Job, entry: RankRun) -> bool:
 
 
 def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
-    """Score the weights of the last checkpoint, and write down what the controller decided."""
     pulse().begin(Doing.PREPARING, "scoring")
     last = checkpoint.latest_checkpoint(folder)
     if last is None:
@@ -398,11 +382,9 @@ def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | Non
 
 
 def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samples) -> dict[str, Any]:
-    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with.
-
-    A model that is trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are
-    in the checkpoint.
-    """
+    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with. A model that is
+    trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are in the
+    checkpoint."""
     at_once = BATCH
     while at_once:
         try:
@@ -435,10 +417,8 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
-    """Mean seconds of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
-
-    rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
-    """
+    """Mean seconds of the last `steps` of (begin, end, steps) rounds, a step each; 0 without any. What passes between them (a
+    decision, a planning) is not a part of it."""
     last = rounds[len(rounds) - steps :]
     return sum(end - start for start, end, _ in last) / len(last) if last else 0.0
 

@@ -41,10 +41,8 @@ WATCHED_S = 86_400.0
 
 
 def main(job_path: Path) -> None:
-    """Run one rank of the job in that JSON file: join the group, build every run, train or measure, write the records.
-
-    Raises ExecutionError: another training holds the folder of this one.
-    """
+    """Run one rank of the job in that JSON file: join the group, build every run, train or measure, write the records. Raises
+    ExecutionError: another training holds the folder of this one."""
     pulse().begin(Doing.PREPARING, "starting")
     warnings.showwarning = _tell_warning
     job = Job.load(job_path)
@@ -62,7 +60,6 @@ def main(job_path: Path) -> None:
 
 
 def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
-    """Build every run, train or measure, write the records."""
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
@@ -79,7 +76,9 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
     if job.mode == "train":
         looks = pinning.first and job.device == "cpu"  # the probe of a GPU takes memory that the plan may need
         probe = SpeedProbe(torch.device(place.device)) if looks else None
-        runs = [train(job, _only(runs), place, groups, probe)]
+        only = [run for run in runs if run is not None]
+        runs.clear()  # once another plan takes over, nobody may keep the arrays of the run before
+        runs = [train(job, only.pop(), place, groups, probe)]
     else:
         _measure(job, runs, place, looks=pinning.first)
     after = clocks.look()
@@ -91,13 +90,6 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
                 record = record.on_clock(clocks.on_rank_0(before, after))
             record.save(Path(job.output) / entry.run.name)
             entry.close()
-
-
-def _only(runs: list[RankRun | None]) -> RankRun:
-    """The run of a training job, which the list no longer holds: once another plan takes over, nobody may keep its arrays."""
-    run = runs.pop()
-    assert run is not None, "a training job has as many ranks as its plan"
-    return run
 
 
 def _tell_warning(

@@ -113,11 +113,8 @@ MATTERS: Mapping[str, str] = {
 def read_deepspeed(source: SourceFile, *, world_size: int | None = None) -> RunKeys:
     """Read a config.
 
-    Args:
-        source: the file. world_size: data-parallel ranks, where the batch needs them (None: not known).
-
-    Raises:
-        ImportedFileError: no config, a value of the wrong kind, or batch keys that contradict one another.
+    Args: source: the file. world_size: data-parallel ranks, where the batch needs them (None: not known).
+    Raises: ImportedFileError: no config, a value of the wrong kind, or batch keys that contradict one another.
     """
     document = source.json("a DeepSpeed config")
     if not isinstance(document, dict) or not document:
@@ -211,7 +208,6 @@ def _read_batch(document: Mapping[str, Any], run: RunKeys, ranks: int | None) ->
 
 
 def _table(document: Mapping[str, Any], key: str, run: RunKeys, example: str) -> dict[str, Any] | None:
-    """The table under a key; None: there is none. Raises ImportedFileError: it is none."""
     table = document.get(key)
     if table is not None and not isinstance(table, dict):
         raise ImportedFileError(f"{run.where}: {key} = {shown(table)} must be a table such as {example}")

@@ -11,21 +11,19 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from parsim.errors import ImportedFileError, ProfileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
-from parsim.formats.ledger import TraceLedger, ledger_of
+from parsim.formats.ledger import TraceLedger, factor_table, ledger_of, profile_from_trace
 from parsim.formats.source import FileFormat, SourceFile, file_formats
-from parsim.formats.trace_profile import factor_table, profile_from_trace
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, load_network, save_network
-from parsim.hardware.parts import gpu_named
+from parsim.hardware.parts import Network, gpu_named, load_network, save_network
 from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
-from parsim.report.tables import Column, ReportTable, to_text
+from parsim.report.tables import ReportTable, columns_of, to_text
 from parsim.timeline import SCHEMA_VERSION, Timeline
 from parsim.units import format_percent, format_seconds
 
@@ -86,11 +84,8 @@ class Imported:
 def format_of(source: SourceFile, kind: str | None = None) -> tuple[str, FileFormat]:
     """The format of a file that can be imported: as given, or by its content.
 
-    Args:
-        source: the file. kind: a name of a format, or "package.module:ROW" (None: find out).
-
-    Raises:
-        ImportedFileError: an unknown kind, or a file that is none.
+    Args: source: the file. kind: a name of a format, or "package.module:ROW" (None: find out).
+    Raises: ImportedFileError: an unknown kind, or a file that is none.
     """
     rows = {name: row for name, row in file_formats().items() if row.reads in BECOMES}
     if kind is not None:
@@ -112,8 +107,7 @@ def format_of(source: SourceFile, kind: str | None = None) -> tuple[str, FileFor
 def check_import(source: SourceFile, row: FileFormat, into: Path | None, options: Mapping[str, object]) -> None:
     """Raise ImportedFileError for a target of another kind, or an option that does not apply to the format.
 
-    Args:
-        options: by name those that were given, of `parsim import`.
+    Args: options: by name those that were given, of `parsim import`.
     """
     suffix, example, _ = BECOMES[row.reads]
     if into is not None and not into.name.endswith(suffix):
@@ -131,26 +125,21 @@ def _options_of(row: FileFormat) -> tuple[str, ...]:
     return () if row.reads not in BECOMES else row.options + BECOMES[row.reads][2]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileChange:
-    """A profile with what a file says of the machine; a sentence without a target, and one for what was written; JSON."""
+Made = TypeVar("Made", Profile, Network)
 
-    profile: Profile
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineUpdate(Generic[Made]):
+    """A profile, or a network, with what a file says of it.
+
+    Attributes: made: the changed one. summary, written: a sentence without a target, and one for what was written ("": the
+        same). document: JSON. warnings, tables: as in `Imported`.
+    """
+
+    made: Made
     summary: str
     document: Mapping[str, Any]
     written: str = ""
-    warnings: tuple[str, ...] = ()
-    tables: tuple[ReportTable, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkChange:
-    """A network with what a file says of it; the rest as of ProfileChange."""
-
-    network: Network
-    summary: str
-    document: Mapping[str, Any]
-    written: str
     warnings: tuple[str, ...] = ()
     tables: tuple[ReportTable, ...] = ()
 
@@ -167,8 +156,8 @@ class MachineReading:
     """
 
     devices: int
-    change: Callable[[Profile], ProfileChange] | None = None
-    between: Callable[[Profile, str, Network | None], NetworkChange] | None = None
+    change: Callable[[Profile], MachineUpdate[Profile]] | None = None
+    between: Callable[[Profile, str, Network | None], MachineUpdate[Network]] | None = None
     whole: bool = False
     names: tuple[str, ...] = ()
     fitting: Callable[[], Sequence[str]] = tuple
@@ -187,29 +176,26 @@ def import_machine(
 ) -> Imported:
     """Measured collectives, or links and card slots of a machine, into a profile.
 
-    Args:
-        kind: of the file. into: the profile or network, new or extended. cluster: the machine (None: named by the file).
+    Args: kind: of the file. into: the profile or network, new or extended. cluster: the machine (None: named by the file).
         network: that a new network starts from (None: the nearest that ships).
-
-    Raises:
-        ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
+    Raises: ImportedFileError: the profile is of another machine, or nobody names the machine. ProfileError: a damaged profile.
     """
-    change: ProfileChange | NetworkChange
     if network is not None and reading.between is None:
         raise ImportedFileError(f"--network {network}: {source.path} is of one host and says nothing of a network")
+    change: MachineUpdate[Profile] | MachineUpdate[Network]
     if reading.between is not None:
         profile = _profile(None, cluster, reading)
-        change = reading.between(profile, cluster or profile.name, _network(into, network))
-        found = {"network": change.network.name, "profile": profile.name, **change.document}
+        change = between = reading.between(profile, cluster or profile.name, _network(into, network))
+        found = {"network": between.made.name, "profile": profile.name, **between.document}
         if into is not None:
-            save_network(change.network.model_copy(update={"name": into.stem}), into)
+            save_network(between.made.model_copy(update={"name": into.stem}), into)
     else:
         assert reading.change is not None
         profile = _profile(into, cluster, reading)
-        change = reading.change(profile)
-        found = {"profile": profile.name, **change.document}
+        change = inside = reading.change(profile)
+        found = {"profile": profile.name, **inside.document}
         if into is not None:
-            save_profile(change.profile, into)
+            save_profile(inside.made, into)
     return Imported(
         kind=kind,
         source=source.path,
@@ -293,9 +279,8 @@ CATEGORIES: Sequence[tuple[str, str]] = (
 class PredictedParts:
     """A predicted step beside which a trace is shown.
 
-    Attributes:
-        question: what was asked. device: name of its first device. on_gpu: whether it is a GPU.
-        seconds: by the keys of CATEGORIES, means over ranks; and step_s.
+    Attributes: question: what was asked. device: name of its first device. on_gpu: whether it is a GPU. seconds: by the keys of
+        CATEGORIES, means over ranks; and step_s.
     """
 
     question: str
@@ -316,11 +301,9 @@ def import_trace(
 ) -> Imported:
     """A trace as a timeline, its ledger, and what a prediction says beside it.
 
-    Args:
-        kind: of the file. into: TIMELINE.json.gz. cluster, precision: of the peak (None: as the trace tells).
-
-    Raises:
-        ImportedFileError: a machine of another kind, or a precision that it has no peak in. ProfileError: an unknown machine.
+    Args: kind: of the file. into: TIMELINE.json.gz. cluster, precision: of the peak (None: as the trace tells).
+    Raises: ImportedFileError: a machine of another kind, or a precision that it has no peak in. ProfileError: an unknown
+        machine.
     """
     warnings = list(trace.notes)
     if into is not None and into.suffix == ".json":
@@ -371,7 +354,6 @@ def import_trace(
 def _calibrated(
     kind: str, source: SourceFile, trace: Trace, into: Path, cluster: str | None, precision: str | None
 ) -> Imported:
-    """The profile of the trace's machine with fits as fast as its kernels. Raises ImportedFileError as `profile_from_trace`."""
     profile = _profile(into, cluster, MachineReading(devices=1, names=(trace.device,) if trace.device else ()))
     known = NUMBER_TYPES.get(trace.number_type, ())
     fitted = {fit.precision for fit in profile.compute.operator_fits}
@@ -438,7 +420,6 @@ def _save(trace: Trace, ledger: TraceLedger, into: Path) -> None:
 
 
 def _peak(trace: Trace, cluster: str | None, precision: str | None, warnings: list[str]) -> tuple[float | None, str]:
-    """Peak FLOP/s of the device in the precision of the run, and what it is the peak of."""
     if cluster is not None:
         profile = load_profile(cluster)
         kinds = sorted({entry.type for entry in profile.devices})
@@ -483,7 +464,7 @@ def _ledger_table(ledger: TraceLedger, peak_text: str) -> ReportTable:
     peak = f"The peak is that of {peak_text}. " if peak_text else ""
     return ReportTable(
         title="Where the step goes",
-        columns=(Column(name="part", wraps=True), Column(name="per step", numeric=True), Column(name="share", numeric=True)),
+        columns=columns_of("part", "per step", "share", wraps="part"),
         rows=(*rows, ("measured step", format_seconds(ledger.step_s), format_percent(1.0))),
         notes=(
             f"{peak}Communication runs for {format_seconds(ledger.communication_busy_s)} per step, hidden or not.",
@@ -527,12 +508,7 @@ def _kernel_table(ledger: TraceLedger) -> ReportTable:
     ]
     return ReportTable(
         title="What takes longest",
-        columns=(
-            Column(name="kernel or operator", wraps=True),
-            Column(name="per step", numeric=True),
-            Column(name="calls", numeric=True),
-            Column(name="of the peak", numeric=True),
-        ),
+        columns=columns_of("kernel or operator", "per step", "calls", "of the peak", wraps="kernel or operator"),
         rows=tuple(rows),
     )
 
@@ -552,12 +528,7 @@ def _against_table(ledger: TraceLedger, predicted: Mapping[str, float]) -> Repor
     ]
     return ReportTable(
         title="Beside the prediction",
-        columns=(
-            Column(name="part"),
-            Column(name="measured", numeric=True),
-            Column(name="predicted", numeric=True),
-            Column(name="difference", numeric=True),
-        ),
+        columns=columns_of("part", "measured", "predicted", "difference", words=("part",)),
         rows=tuple(rows),
         notes=("The trace is of one rank; predicted parts are means over ranks.",),
     )

@@ -15,17 +15,19 @@ Source: github pytorch/kineto, libkineto/src/output_json.cpp (keys of the events
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import sqlite3
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from parsim.errors import ImportedFileError
-from parsim.formats.source import FileFormat, SourceFile, count, finite, shown
+from parsim.formats.source import FileFormat, SourceFile, count, finite, listed, shown
 from parsim.numeric import Floats, Ints
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -146,11 +148,8 @@ class _Event:
 def read_kineto(source: SourceFile, *, steps: int | None = None) -> Trace:
     """Read a trace.
 
-    Args:
-        source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
-
-    Raises:
-        ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
+    Args: source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
+    Raises: ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
     """
     return trace_of(source.json("a trace"), str(source.path), steps)
 
@@ -158,11 +157,8 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> Trace:
 def trace_of(document: object, where: str, steps: int | None = None) -> Trace:
     """The activities of trace events, as `read_kineto`.
 
-    Args:
-        document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
-
-    Raises:
-        ImportedFileError: as there.
+    Args: document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
+    Raises: ImportedFileError: as there.
     """
     entries = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(entries, list):
@@ -257,7 +253,6 @@ def _on_host(events: list[_Event], operators: list[_Event]) -> list[_Event]:
 
 
 def _with_work(marks: list[tuple[float, float]], events: list[_Event], skipped: dict[str, int]) -> list[tuple[float, float]]:
-    """The steps in which the host called an operator or launched; the last one is empty where a loop ended within a cycle."""
     starts = sorted(event.start for event in events if event.category in ("cpu_op", *LAUNCHES, *ON_DEVICE))
     full = [mark for mark in marks if bisect_right(starts, mark[1]) > bisect_right(starts, mark[0])]
     if full and len(full) < len(marks):
@@ -348,7 +343,6 @@ def _key(value: object) -> str:
 
 
 def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
-    """By kernel the number of the counted operator that launched it; -1: none."""
     owners = {key: event.owner for event in operators if (key := _key(event.args.get("External id"))) and event.owner >= 0}
     return [
         owners.get(_key(event.args.get("External id", event.args.get("external id"))), -1) if event.category == "kernel" else -1
@@ -357,7 +351,6 @@ def _owners(kernels: list[_Event], operators: list[_Event]) -> list[int]:
 
 
 def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, ...]:
-    """The counted operators whose kernels ran within the steps, with the seconds of these."""
     lengths: dict[int, float] = {}
     for event, owner in zip(kernels, _owners(kernels, operators), strict=True):
         if owner >= 0:
@@ -369,8 +362,8 @@ def _calls(kernels: list[_Event], operators: list[_Event]) -> tuple[ShapedCall, 
 def _call(event: _Event, seconds: float) -> ShapedCall | None:
     """The sizes of a product of two matrices, or of an attention; None for what is neither."""
     dims = [entry for entry in event.args.get("Input Dims", event.args.get("Input dims", ())) if isinstance(entry, list)]
-    rule = next((row for pattern, row in SIZED if pattern.fullmatch(event.name)), None)
-    if rule is None or len(dims) < rule.first + 2:
+    rule = _COUNTED[event.name]
+    if len(dims) < rule.first + 2:
         return None
     a, b = dims[rule.first], dims[rule.first + 1]
     if rule.kind == "matmul" and len(a) == len(b) and len(a) >= 2:
@@ -390,36 +383,7 @@ def _call(event: _Event, seconds: float) -> ShapedCall | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """Attributes: first: place of the first operand among the inputs. tokens: axis of the sequence. products: of attention."""
-
-    kind: str
-    phase: str = "forward"
-    first: int = 0
-    tokens: int = 2
-    products: float = 0.0
-
-
-SIZED: Sequence[tuple[re.Pattern[str], _Sized]] = tuple(
-    (re.compile(pattern), row)
-    for pattern, row in (
-        (r"aten::(mm|bmm|_scaled_mm)", _Sized(kind="matmul")),
-        (r"aten::(addmm|_addmm_activation|baddbmm)", _Sized(kind="matmul", first=1)),
-        (r"aten::_scaled_dot_product_\w+_backward", _Sized(kind="attention", phase="backward", first=1, products=5.0)),
-        (r"aten::_scaled_dot_product_\w+", _Sized(kind="attention", products=2.0)),
-        (
-            r"(aten::_flash_attention|flash_attn::_flash_attn)_backward",
-            _Sized(kind="attention", phase="backward", first=1, tokens=1, products=5.0),
-        ),
-        (r"(aten::_flash_attention|flash_attn::_flash_attn)_forward", _Sized(kind="attention", tokens=1, products=2.0)),
-    )
-)
-"""Counted operators that one kernel's formula prices, by name."""
-
-
 def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
-    """The arithmetic of a counted operator, shared among the kernels it launched by their time."""
     of_row = _owners(kernels, operators)
     length: dict[int, float] = {}
     for event, owner in zip(kernels, of_row, strict=True):
@@ -434,7 +398,6 @@ def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
 
 
 def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
-    """All arithmetic of the counted operators inside each outermost one."""
     rows_of: dict[str, list[int]] = {}
     for row, event in enumerate(outermost):
         rows_of.setdefault(event.thread, []).append(row)
@@ -448,19 +411,35 @@ def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
 
 
 InputShapes = Sequence[Sequence[int]]
-_Rule = Callable[[InputShapes, Mapping[str, Any]], float]
 MOST_FLOP = 1e21
 """Arithmetic of one operator at most; more is a shape that cannot be."""
 
 
-def _product(first: int) -> _Rule:
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """An operator whose arithmetic is counted.
+
+    Attributes:
+        flop: by the shapes and the arguments of a call. kind, phase: of the launch whose formula prices it ("": of none).
+        first: place of the first operand among the inputs. tokens: axis of the sequence. products: of attention.
+    """
+
+    flop: Callable[[InputShapes, Mapping[str, Any]], float]
+    kind: str = ""
+    phase: str = "forward"
+    first: int = 0
+    tokens: int = 2
+    products: float = 0.0
+
+
+def _product(first: int = 0) -> _Counted:
     """[..., m, k] times [..., k, n], inputs `first` and the next."""
 
     def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
         a, b = dims[first], dims[first + 1]
         return 0.0 if len(a) < 2 or len(b) != len(a) or a[-1] != b[-2] else 2.0 * math.prod(a) * b[-1]
 
-    return flop
+    return _Counted(flop, "matmul", first=first)
 
 
 def _convolution(dims: InputShapes, args: Mapping[str, Any]) -> float:
@@ -493,59 +472,53 @@ def _grouped_product(dims: InputShapes, args: Mapping[str, Any]) -> float:
     """[tokens, k] times [groups, k, n], each token in one group; [m, tokens] times [tokens, n]; or one product per group."""
     a, b = dims[0], dims[1]
     if len(a) == len(b) or len(a) < 2:
-        return _product(0)(dims, args)
+        return _product().flop(dims, args)
     return 0.0 if (len(a), len(b)) != (2, 3) or a[1] != b[1] else 2.0 * math.prod(a) * b[2]
 
 
-def _attention(first: int, products: float, causal: int, *, sequence: int = 2) -> _Rule:
-    """Scores and values, two products (five in the backward), of queries and keys from the input `first` on.
+def _attention(phase: str, causal: int, *, tokens: int = 2) -> _Counted:
+    """Scores and values, two products (five in the backward, whose first input is the gradient), of queries and keys.
 
-    causal: place of the flag among the concrete inputs. sequence: axis of the tokens: 2 of [batch, heads, tokens, width], 1 of
+    causal: place of the flag among the concrete inputs. tokens: their axis: 2 of [batch, heads, tokens, width], 1 of
     [batch, tokens, heads, width]. Three axes are packed sequences [tokens, heads, width], whose ends follow the values.
     """
+
+    first, products = {"forward": (0, 2.0), "backward": (1, 5.0)}[phase]
 
     def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
         q, k = dims[first], dims[first + 1]
         concrete = _concrete(args)
         share = 0.5 if len(concrete) > causal and str(concrete[causal]).lower() == "true" else 1.0
         if len(q) == len(k) == 4:
-            return share * products * 2.0 * math.prod(q) * k[sequence]
+            return share * products * 2.0 * math.prod(q) * k[tokens]
         ends = [shape for shape in dims[first + 3 :] if len(shape) == 1 and shape[0] > 1]
-        if sequence == 1 and len(q) == len(k) == 3 and ends:
+        if tokens == 1 and len(q) == len(k) == 3 and ends:
             return share * products * 2.0 * math.prod(q) * k[0] / (ends[0][0] - 1)
         return 0.0
 
-    return flop
+    return _Counted(flop, "attention", phase, first, tokens, products)
 
 
-_FLOP: Mapping[str, _Rule] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
-    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_product),
+_COUNTED: Mapping[str, _Counted] = {
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product()),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _Counted(_grouped_product)),
     **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    "aten::convolution_overrideable": _Counted(_convolution),
+    **{f"aten::{library}convolution": _Counted(_convolution) for library in ("", "cudnn_", "miopen_", "mkldnn_")},
+    "aten::convolution_backward": _Counted(_convolution_backward),
     **{
-        f"aten::{library}convolution{suffix}": _convolution
-        for library, suffix in (("", ""), ("", "_overrideable"), ("cudnn_", ""), ("miopen_", ""), ("mkldnn_", ""))
-    },
-    "aten::convolution_backward": _convolution_backward,
-    **{
-        f"aten::_scaled_dot_product_{name}_attention{rest}": rule
-        for name, device, forward, backward in (
-            ("flash", "", 4, 11),
-            ("efficient", "", 6, 11),
-            ("cudnn", "", 6, 14),
-            ("flash", "_for_cpu", 4, 7),
+        name.format(phase, f"_{phase}" * (phase == "backward")): _attention(phase, causal, tokens=tokens)
+        for name, tokens, forward, backward in (
+            ("aten::_scaled_dot_product_flash_attention{1}", 2, 4, 11),
+            ("aten::_scaled_dot_product_efficient_attention{1}", 2, 6, 11),
+            ("aten::_scaled_dot_product_cudnn_attention{1}", 2, 6, 14),
+            ("aten::_scaled_dot_product_flash_attention_for_cpu{1}", 2, 4, 7),
+            ("aten::_flash_attention_{0}", 1, 8, 11),
+            ("flash_attn::_flash_attn_{0}", 1, 5, 11),
+            ("flash_attn::_flash_attn_varlen_{0}", 1, 9, 15),
         )
-        for rest, rule in (
-            (device, _attention(0, 2.0, forward)),
-            (f"{device}_backward", _attention(1, 5.0, backward)),
-        )
+        for phase, causal in (("forward", forward), ("backward", backward))
     },
-    "aten::_flash_attention_forward": _attention(0, 2.0, 8, sequence=1),
-    "aten::_flash_attention_backward": _attention(1, 5.0, 11, sequence=1),
-    "flash_attn::_flash_attn_forward": _attention(0, 2.0, 5, sequence=1),
-    "flash_attn::_flash_attn_backward": _attention(1, 5.0, 11, sequence=1),
-    "flash_attn::_flash_attn_varlen_forward": _attention(0, 2.0, 9, sequence=1),
-    "flash_attn::_flash_attn_varlen_backward": _attention(1, 5.0, 15, sequence=1),
 }
 """The counted operators. The outermost one counts: `aten::convolution` and not what it calls."""
 
@@ -562,10 +535,9 @@ with shapes launched one, as inside a compiled region, its arithmetic is not kno
 def flop_of(name: str, args: object) -> float | None:
     """Operations of one call; None for an operator that is not counted or whose shapes were not recorded.
 
-    Args:
-        name: of the operator. args: of its event.
+    Args: name: of the operator. args: of its event.
     """
-    rule = _FLOP.get(name)
+    rule = _COUNTED.get(name)
     if rule is None or not isinstance(args, dict):
         return None
     shapes = args.get("Input Dims", args.get("Input dims"))
@@ -574,7 +546,7 @@ def flop_of(name: str, args: object) -> float | None:
         for entry in (shapes[:64] if isinstance(shapes, list) else [])
     ]
     try:
-        flop = rule(dims, {**args, "name": name})
+        flop = rule.flop(dims, {**args, "name": name})
     except (IndexError, OverflowError):
         return None
     return float(flop) if 0 < flop <= MOST_FLOP else None
@@ -599,6 +571,160 @@ def _integer_lists(args: Mapping[str, Any], length: int) -> list[list[int]]:
     return lists
 
 
+# SQLite exports of Nsight Systems (`nsys export --type sqlite`): kernels, copies and launches of one GPU.
+#
+# The rows become the trace events of the profiler, so windows, gaps and the ledger mean the same. Steps are NVTX ranges such as
+# "step 3", "iteration 3" or "ProfilerStep#3". Shapes are not in the file, hence no arithmetic either. The database is opened
+# from memory, and its tables alone are read: no views and virtual tables. Work and sizes of values are bounded.
+#
+# Source: docs.nvidia.com/nsight-systems, "SQLite Schema Reference" (tables, columns, process numbers in global ids).
+
+
+MAGIC = b"SQLite format 3\x00"
+KERNELS, COPIES, SETS, RUNTIME = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME"))
+RANGES, GPUS, TEXTS = "NVTX_EVENTS", "TARGET_INFO_GPU", "StringIds"
+NSYS_EXPECTED = "the output of `nsys export --type sqlite REPORT.nsys-rep`, recorded with --trace=cuda,nvtx"
+NSYS_EVENTS: Mapping[str, tuple[str, str]] = {
+    KERNELS: ("kernel", "kernel"),
+    COPIES: ("gpu_memcpy", "Memcpy"),
+    SETS: ("gpu_memset", "Memset"),
+}
+"""By table: the category of its events, and their name where the table has none."""
+MOST_ROWS = 3_000_000
+MOST_VALUE_BYTES = 10_000_000
+STEPS_BETWEEN_LOOKS, MOST_LOOKS = 100_000, 3_000
+"""Bound on the work of SQLite's virtual machine: the rows of the largest file take a fifth of it."""
+NVTX_STEP = re.compile(
+    r"(?:ProfilerStep\s?#|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:=]{0,3}(\d{1,12})", re.IGNORECASE
+)
+
+
+NSYS_NO_SHAPES = "Nsight Systems records no shapes, so kernels are not divided by their arithmetic"
+
+
+def read_nsys(source: SourceFile, *, steps: int | None = None, ranks: Sequence[int] | None = None) -> Trace:
+    """Read an export.
+
+    Args: source: the file. steps: how many it holds, where no NVTX range marks them. ranks: the number of one GPU (None: the
+        lowest of the file).
+    Raises: ImportedFileError: no database, a damaged one, no kernel, or no kernel on that GPU; several numbers in `ranks`.
+    """
+    if ranks is not None and len(ranks) != 1:
+        raise ImportedFileError(f"--ranks names {len(ranks)} GPUs, and a timeline is of one; give one number")
+    try:
+        connection = sqlite3.connect(":memory:")
+        try:
+            connection.deserialize(source.data)
+            return _read_database(connection, source, steps, None if ranks is None else ranks[0])
+        finally:
+            connection.close()
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        raise ImportedFileError(f"{source.path} cannot be read as SQLite: {shown(error)}; expected {NSYS_EXPECTED}") from error
+
+
+def _read_database(connection: sqlite3.Connection, source: SourceFile, steps: int | None, device: int | None) -> Trace:
+    tables = _Tables(connection)
+    if KERNELS not in tables.columns:
+        raise ImportedFileError(f"{source.path} has no table {KERNELS}: no kernel was recorded; expected {NSYS_EXPECTED}")
+    gpus = {number for (number,) in tables.rows(KERNELS, "deviceId") if isinstance(number, int)}
+    if not gpus:
+        raise ImportedFileError(f"{source.path} has a table {KERNELS} without a kernel; expected {NSYS_EXPECTED}")
+    gpu = min(gpus) if device is None else device
+    if gpu not in gpus:
+        raise ImportedFileError(f"{source.path} has kernels of GPU {listed(sorted(gpus))}, and none of GPU {gpu}")
+    events, others = _device_events(tables, gpu)
+    events += _host_events(tables)
+    first = min((event["start"] for event in events if isinstance(event["start"], int)), default=0)
+    for event in events:  # nanoseconds as microseconds from the first start, where whole numbers keep their digits
+        start, end = event.pop("start"), event.pop("end")
+        whole = isinstance(start, int) and isinstance(end, int)
+        event |= {"ph": "X", "pid": 0}
+        event |= {"ts": (start - first) / 1e3 if whole else None, "dur": (end - start) / 1e3 if whole else None}
+    names = list(tables.rows(GPUS, "id", "name"))
+    of_gpu = [name for number, name in names if number == gpu] or [name for _, name in names]
+    properties = [{"name": name} for name in of_gpu if isinstance(name, str)]
+    trace = trace_of({"traceEvents": events, "deviceProperties": properties}, str(source.path), steps)
+    notes = trace.notes
+    if len(gpus) > 1 and device is None:
+        notes += (f"kernels of {len(gpus)} GPUs: GPU {gpu} is taken; give --ranks N for another",)
+    skipped = dict(trace.skipped) | ({"activities of other GPUs": others} if others else {})
+    return replace(trace, notes=notes, skipped=skipped, rank=gpu, no_shapes=NSYS_NO_SHAPES)
+
+
+class _Tables:
+    """The tables of the file that matter, by their columns; rows are bounded in number, size and work."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        connection.text_factory = lambda content: content.decode("utf-8", errors="replace")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
+        looks = itertools.count()
+        connection.set_progress_handler(lambda: int(next(looks) > MOST_LOOKS), STEPS_BETWEEN_LOOKS)
+        self.connection = connection
+        tables = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+        self.columns = {
+            name: {str(row[1]) for row in connection.execute(f'PRAGMA table_info("{name}")')}
+            for name, definition in tables
+            if name in (*NSYS_EVENTS, RUNTIME, RANGES, GPUS, TEXTS) and "virtual" not in str(definition).lower()[:30]
+        }
+        if "globalPid" not in self.columns.get(KERNELS, ()) or "globalTid" not in self.columns.get(RUNTIME, ()):
+            for table in self.columns:  # of one process, which correlation numbers tell apart
+                self.columns[table] -= {"globalPid"} | ({"globalTid"} if table == RUNTIME else set())
+        self.texts: dict[Any, Any] = dict(self.rows(TEXTS, "id", "value"))
+
+    def rows(self, table: str, *wanted: str) -> Iterator[tuple[Any, ...]]:
+        """Rows of a table of the file; a column that it does not have is NULL."""
+        if table not in self.columns:
+            return
+        names = ", ".join(f'"{name}"' if name in self.columns[table] else "NULL" for name in wanted)
+        for number, row in enumerate(self.connection.execute(f'SELECT {names} FROM "{table}"')):
+            if number == MOST_ROWS:
+                raise ImportedFileError(f"the table {table} has more than {MOST_ROWS:,} rows; record fewer steps")
+            yield row
+
+    def text(self, value: object) -> str:
+        """A text, or the text of a number."""
+        text = self.texts.get(value) if isinstance(value, int) else value
+        return text if isinstance(text, str) else ""
+
+
+def _process(identity: object) -> int:
+    """The process number in a global id: its bits 24 to 47."""
+    return identity >> 24 & 0xFFFFFF if isinstance(identity, int) else 0
+
+
+def _device_events(tables: _Tables, gpu: int) -> tuple[list[dict[str, Any]], int]:
+    events: list[dict[str, Any]] = []
+    others = 0
+    wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "shortName", "demangledName")
+    for table, (category, fallback) in NSYS_EVENTS.items():
+        for start, end, on, stream, correlation, process, short, long in tables.rows(table, *wanted):
+            if on != gpu:
+                others += 1
+                continue
+            name = tables.text(long) or tables.text(short) or fallback
+            args = {"stream": stream, "correlation": f"{_process(process)}/{correlation}"}
+            events.append({"cat": category, "name": name, "start": start, "end": end, "tid": stream, "args": args})
+    return events, others
+
+
+def _host_events(tables: _Tables) -> list[dict[str, Any]]:
+    """Launches and NVTX ranges, of which those that mark a step get torch's name for it."""
+    events: list[dict[str, Any]] = []
+    for start, end, correlation, thread, name in tables.rows(RUNTIME, "start", "end", "correlationId", "globalTid", "nameId"):
+        args = {"correlation": f"{_process(thread)}/{correlation}"}
+        label = tables.text(name) or "launch"
+        events.append({"cat": "cuda_runtime", "name": label, "start": start, "end": end, "tid": thread, "args": args})
+    for start, end, text, number, thread in tables.rows(RANGES, "start", "end", "text", "textId", "globalTid"):
+        label = text if isinstance(text, str) and text else tables.text(number)
+        if end is None or not label:
+            continue
+        step = NVTX_STEP.fullmatch(label.strip())
+        name = f"ProfilerStep#{step[1]}" if step else label
+        events.append({"cat": "user_annotation", "name": name, "start": start, "end": end, "tid": thread, "args": {}})
+    return events
+
+
 FORMATS = {
     "kineto": FileFormat(
         layouts="traces of a GPU or a CPU, plain or gzipped; into a profile: products and attention",
@@ -608,5 +734,16 @@ FORMATS = {
         sniff=lambda source: source.begins("{", "[") and b'"traceEvents"' in source.data,
         read=read_kineto,
         options=("steps",),
-    )
+    ),
+    "nsys": FileFormat(
+        layouts="SQLite exports",
+        refuses="a database without kernels",
+        what="an SQLite export of Nsight Systems",
+        reads="trace",
+        sniff=lambda source: (
+            source.data.startswith(MAGIC) and (b"CUPTI_ACTIVITY_KIND" in source.data or b"NVTX_EVENTS" in source.data)
+        ),
+        read=read_nsys,
+        options=("steps", "ranks"),
+    ),
 }

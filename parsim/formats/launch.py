@@ -1,11 +1,11 @@
 """Trained weights, and files that start a training outside parsim's launcher: a script for torchrun, one for Slurm.
 
-Both scripts start the same ranks as `parsim run`, each under a guard that ends it if it hangs (`processes.guard`). They meet in
-a store that rank 0 binds to the address of the interface that is asked for, under the token of the file
-(`processes.rendezvous`). The communication goes over that interface too.
-All machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint.
-torchrun's agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`). On one machine the
-agent restarts the ranks. Those of several machines do not agree on an attempt, so they restart none.
+Both scripts start the same ranks as `parsim run`, each under a guard that ends it if it hangs (`processes.launch`). They meet
+in a store that rank 0 binds to the address of the interface that is asked for, under the token of the file
+(`processes.rendezvous`). The communication goes over that interface too. All machines must see the run folder under the same
+path. A training that was ended goes on from its latest checkpoint. torchrun's agents meet in a store of the same kind, on the
+port behind that of the ranks (`rendezvous_of`). On one machine the agent restarts the ranks. Those of several machines do not
+agree on an attempt, so they restart none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, MissingDependencyError
 from parsim.execute.processes.launch import HANG_S
-from parsim.execute.processes.torchrun_agent import BACKEND
+from parsim.execute.processes.rendezvous import BACKEND
 from parsim.files import write_atomically, write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.source import FileFormat
@@ -61,7 +61,6 @@ class LaunchFile:
 
 
 def _environment(launch: LaunchFile) -> list[str]:
-    """What every rank needs, after MASTER_ADDR is known."""
     lines = [
         "export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 PYTHONHASHSEED=0",
         f'export GLOO_SOCKET_IFNAME={launch.interface} NCCL_SOCKET_IFNAME="={launch.interface}"',  # =: no other that begins so
@@ -112,10 +111,10 @@ def torchrun_text(launch: LaunchFile) -> str:
         lines.append(f"export CUDA_VISIBLE_DEVICES={shlex.quote(launch.visible)}")
     lines += [
         *_environment(launch),
-        'exec "$PYTHON" -m parsim.execute.processes.torchrun_agent \\',
+        'exec "$PYTHON" -m parsim.execute.processes.rendezvous \\',
         f'  --nnodes {launch.nodes} --nproc-per-node {launch.per_node} --max-restarts "${{MAX_RESTARTS:-{restarts}}}" \\',
         f'  --rdzv-backend {BACKEND} --rdzv-endpoint "$MASTER_ADDR:{launch.port + 1}" --rdzv-conf "rank=$NODE_RANK" \\',
-        f'  -m parsim.execute.processes.guard "${{TIMEOUT:-{HANG_S:g}}}" {shlex.quote(str(launch.job))}',
+        f'  -m parsim.execute.processes.launch "${{TIMEOUT:-{HANG_S:g}}}" {shlex.quote(str(launch.job))}',
     ]
     return "\n".join(lines) + "\n"
 
@@ -138,7 +137,7 @@ def slurm_text(launch: LaunchFile) -> str:
     address = _address_of(launch.interface)
     rank = (
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
-        f'LOCAL_WORLD_SIZE={launch.per_node}; exec "$PYTHON" -m parsim.execute.processes.guard "$TIMEOUT" "$JOB"'
+        f'LOCAL_WORLD_SIZE={launch.per_node}; exec "$PYTHON" -m parsim.execute.processes.launch "$TIMEOUT" "$JOB"'
     )
     lines = [
         "#!/usr/bin/env bash",
@@ -188,9 +187,8 @@ def _write_launch(launch: LaunchFile, file: Path, *, format: str) -> Exported:
 class TrainedWeights:
     """The state_dict of a trained module.
 
-    Attributes:
-        tensors: on the CPU, under every name that the module gives them. weights: "trained", or "ema", their moving averages.
-        checkpoint: "best" or "last". step: of the training. warnings: newer checkpoints that are damaged.
+    Attributes: tensors: on the CPU, under every name that the module gives them. weights: "trained", or "ema", their moving
+        averages. checkpoint: "best" or "last". step: of the training. warnings: newer checkpoints that are damaged.
     """
 
     tensors: Mapping[str, Tensor]

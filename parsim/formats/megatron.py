@@ -1,47 +1,39 @@
 """Megatron-LM: the options of its training scripts, read and written, and the YAML files of Megatron-LM and NeMo.
 
 Option names are those of megatron/training/arguments.py (NVIDIA/Megatron-LM) and of NeMo's megatron_gpt_config.yaml; NeMo's
-spellings are translated to Megatron's first, and so are those of Megatron-Bridge. Of a shell script variables, arrays,
-continued lines and branches are followed, in an environment that is empty, and nothing is run. What a command would print
-(`$(hostname)`) stays unknown; of branches that hang on it all are read, and a variable to which they give several values is
-unknown.
+spellings are translated to Megatron's first, and so are those of Megatron-Bridge.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-import operator
 import re
-import shlex
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.python import Operators, arithmetic
 from parsim.formats.recipe import (
     DEGREE,
     SCRIPTS,
     VARIABLE,
     YAML,
-    FileKeys,
     PlannedRecipe,
     Recipe,
     Transformer,
     cut_in_layers,
     flat_table,
     layers_of_stages,
-    plain_value,
     read_back,
     transformer_of,
     whole_number,
     yaml_table,
 )
+from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, options_of, overrides_of, path_of, walk
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
@@ -172,8 +164,7 @@ SWITCHED_OFF = {"share-embeddings": "untie-embeddings-and-output-weights", "add-
 def read_script(text: str) -> Recipe:
     """The options of a shell script or of a list of arguments.
 
-    Raises:
-        ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
+    Raises: ConfigError: sizes that are missing or cannot be, or a model that is no stack of alike layers.
     """
     if (encoder := ENCODERS.search(text)) and encoder[1] != "bert":
         raise ConfigError(
@@ -187,11 +178,8 @@ def read_script(text: str) -> Recipe:
 def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
     """A YAML file of Megatron-LM, NeMo or Megatron-Bridge, its tables flattened.
 
-    Args:
-        document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
-
-    Raises:
-        ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
+    Args: document: its keys. model: the name that a wrapper gives it; "": sizes are in the file.
+    Raises: ConfigError: as `read_script`, or a table of several settings, of which one must be written out.
     """
     if isinstance(matrix := document.get("perf_matrix"), Mapping):
         rows = [" ".join(path.split(".")[:3]) for path in flat_table(matrix)]
@@ -280,7 +268,6 @@ DEPENDS = re.compile(r"size|length|layers|degree|batch")
 
 
 def _nemo_words(options: dict[str, list[str]]) -> None:
-    """Values of NeMo that are options of Megatron."""
     activation = " ".join(options.pop("activation", []))
     if "swiglu" in activation or "gated-linear-unit" in options:
         options.setdefault("swiglu", [])
@@ -525,7 +512,6 @@ def _lacking(name: str, options: _Options) -> str:
 
 
 def _shape(options: _Options) -> dict[str, Any]:
-    """Arguments of the model `transformer`."""
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
     layers, hidden, heads = (options.number(name, 0) for name in SIZES.values())
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
@@ -675,328 +661,6 @@ def _stages_of_layout(text: str) -> tuple[int, ...]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(\w)\*(\d+)"):
         text = re.sub(pattern, lambda repeat: repeat[1] * min(int(repeat[2]), MOST_STAGES), text[:MOST_LETTERS])
     return tuple(stage.count("t") for stage in text[:MOST_LETTERS].split("|"))
-
-
-UNKNOWN = "?"
-MOST_LETTERS = 100_000
-"""Longest variable, and longest line with its variables replaced."""
-_ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-_OPERATORS: Operators = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-
-def words_of(text: str) -> list[str]:
-    """The words of all statements of a script, or of a plain list of options, with their variables.
-
-    Raises:
-        ConfigError: a variable that grows beyond all bounds.
-    """
-    variables: dict[str, str] = {}
-    words: list[str] = []
-    branches = _Branches()
-    for line in _statements(text):
-        if not (statement := branches.step(line, variables)):
-            continue
-        for _ in range(MOST_NESTED):
-            if (assignment := _ASSIGN.match(statement)) is None or (end := _word_end(assignment[3])) == len(assignment[3]):
-                break
-            variables[assignment[1]] = expanded(assignment[3][:end], variables).strip("\"'")
-            statement = assignment[3][end:].lstrip("&|; \t\n")  # a command behind its environment, or another assignment
-        if assignment is None:
-            words += _words(expanded(statement, variables))
-            continue
-        name, adds, value = assignment[1], bool(assignment[2]), assignment[3].strip()
-        if value.startswith("("):
-            value = " ".join(value[1:].rstrip().removesuffix(")").splitlines())
-        elif len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
-            value = value[1:-1].replace("\n", " ")
-        new = expanded(value, variables)
-        new = f"{variables.get(name, '')} {new}".strip() if adds else new
-        if branches.live is None and not adds:  # several values, by what the file does not say: none is known
-            new = new if variables.get(name, new) == new else UNKNOWN
-        if len(new) > MOST_LETTERS:
-            raise ConfigError(
-                f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
-            )
-        variables[name] = new
-    return words
-
-
-def _word_end(text: str) -> int:
-    """Where the first word of a shell's text ends: at a blank outside of quotes and brackets."""
-    quote, depth = "", 0
-    for place, letter in enumerate(text):
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'`":
-            quote = letter
-        elif letter in "({":
-            depth += 1
-        elif letter in ")}":
-            depth -= 1
-        elif letter.isspace() and depth <= 0:
-            return place
-    return len(text)
-
-
-def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
-    """Every `--option` of a script with the words that follow it; where it is given twice, the last counts.
-
-    short: letters of options with one dash.
-
-    Raises:
-        ConfigError: as `words_of`.
-    """
-    options: dict[str, list[str]] = {}
-    current: list[str] = []
-    for word in words_of(text):
-        if word[:1] == "-" and word[1:] in short:
-            current = options[word[1:]] = []
-        elif re.match(r"--[A-Za-z]", word):
-            name, equals, value = word[2:].partition("=")
-            current = options[name.replace("_", "-")] = [value] if equals else []
-        else:
-            current.append(word)
-    return options
-
-
-def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Container[str] = ()) -> dict[str, Any]:
-    """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one.
-
-    Args:
-        names: what options are called here whose own names are others, one-letter ones too (`-b`).
-        hanging: names of options that stay, as text with UNKNOWN, where the script computes their value; others are left out.
-
-    Raises:
-        ConfigError: as `words_of`.
-    """
-    names = names or {}
-    options = options_of(text, short=frozenset(name for name in names if len(name) == 1))
-    given = {key.replace("-", "_"): words[0] if words else "" for key, words in options.items()}
-    named = {names.get(key, key): word for key, word in given.items()}
-    return {key: plain_value(word) if word else True for key, word in named.items() if UNKNOWN not in word or key in hanging}
-
-
-def note_hanging(keys: FileKeys, recipe: Recipe, hanging: Mapping[str, str]) -> None:
-    """Name in `missing` each option whose value the script computes, by the key of `hanging` that supplies it."""
-    for key in keys.values.keys() & hanging.keys():
-        if UNKNOWN in str(keys.values[key]):
-            del keys.values[key]
-            recipe.missing[hanging[key]] = f"{key} hangs on what the script computes"
-
-
-_OVERRIDE = re.compile(r"(?:\+\+|[+~])?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-
-
-def overrides_of(text: str) -> dict[str, Any]:
-    """Every `key=value` among the words of a script, as Hydra and OmegaConf take them. Raises ConfigError as `words_of`."""
-    found = (_OVERRIDE.fullmatch(word) for word in words_of(text))
-    return {match[1]: plain_value(match[2]) for match in found if match is not None and UNKNOWN not in match[2]}
-
-
-MOST_NESTED = 50
-LONGEST_TEST = 2_000
-"""Letters of a line that can begin or end a branch."""
-
-
-class _Branches:
-    """Which of the branches around a statement runs, where nothing runs: yes, no, or None for what the file does not decide."""
-
-    def __init__(self) -> None:
-        self.lives: list[bool | None] = []
-        self.decided: list[bool | None] = []
-        """Whether an earlier branch of the same `if` ran."""
-        self.subjects: list[str | None] = []
-        """Of a `case`; None for an `if`."""
-
-    @property
-    def live(self) -> bool | None:
-        return False if False in self.lives else None if None in self.lives else True
-
-    def step(self, line: str, variables: dict[str, str]) -> str:
-        """What of a line is a statement that may run; "": nothing."""
-        if len(line) > LONGEST_TEST:  # options, and no test
-            return "" if self.live is False else line
-        if form := re.match(r"(el)?if\b\s*(.*)$", line, re.DOTALL):
-            if not form[1]:
-                self._open(None)
-            self._branch(_condition(form[2], variables))
-            return ""
-        if form := re.match(r"case\s+(.*?)\s+in\b\s*(.*)$", line, re.DOTALL):
-            self._open(_plain(form[1], variables))
-            self.lives[-1] = False
-            return self.step(form[2], variables) if form[2] else ""
-        if line in ("fi", "esac") or line.startswith(("fi ", "esac ")):
-            if self.lives:
-                for stack in (self.lives, self.decided, self.subjects):
-                    stack.pop()
-            return ""
-        if self.subjects and (subject := self.subjects[-1]) is not None and (form := _PATTERN.match(line)):
-            texts = [_plain(text, variables) for text in form[1].split("|")]
-            known = UNKNOWN not in subject
-            self._branch(any(fnmatchcase(subject, text.strip()) for text in texts) if known else None)
-            line = form[2]
-        if self.lives and re.match(r"else\b", line):
-            self._branch(True)
-        line = re.sub(r"^(then|else|do)\b\s*", "", line)
-        return "" if self.live is False else line
-
-    def _open(self, subject: str | None) -> None:
-        if len(self.lives) >= MOST_NESTED:
-            raise ConfigError(f"branches of the script are nested deeper than {MOST_NESTED}; write its options out")
-        self.lives.append(False)
-        self.decided.append(False)
-        self.subjects.append(subject)
-
-    def _branch(self, condition: bool | None) -> None:
-        """The next branch: it runs if its condition holds and no earlier one did."""
-        if not self.lives:
-            return
-        before = self.decided[-1]
-        self.lives[-1] = False if before or condition is False else True if before is False and condition else None
-        self.decided[-1] = True if before or (before is False and condition) else None if condition is not False else before
-
-
-_PATTERN = re.compile(r"^\(?([^()\s][^()]*)\)\s*(.*)$", re.DOTALL)
-
-
-def _plain(text: str, variables: dict[str, str]) -> str:
-    """A word with its variables; one that nobody set is empty, as in an empty environment."""
-    text = re.sub(
-        r"\$\{(\w+)\}|\$([A-Za-z_]\w*)",
-        lambda m: variables.get(m[1] or m[2], "") if not (m[1] or m[2]).isdigit() else UNKNOWN,
-        text,
-    )
-    return expanded(text, variables).strip().replace('"', "").replace("'", "")
-
-
-def _condition(text: str, variables: dict[str, str]) -> bool | None:
-    """Whether a test of a shell holds; None: what the file does not say."""
-    text = re.sub(r"\bthen\b.*$", "", text, flags=re.DOTALL).strip()
-    for word, rule in (("||", any), ("&&", all)):
-        if word in text:
-            parts = [_condition(part, variables) for part in text.split(word)]
-            known = rule(part for part in parts if part is not None)
-            return None if None in parts and known is (rule is all) else known
-    form = re.fullmatch(r"(?:\[\[?|test\b)\s*(.*?)\s*(?:\]\]?)?", text, re.DOTALL)
-    if form is None:
-        return None
-    body = form[1]
-    if body.startswith("! "):
-        inner = _condition(f"[ {body[2:]} ]", variables)
-        return None if inner is None else not inner
-    if unary := re.fullmatch(r"-([zn])\s+(.*)", body, re.DOTALL):
-        word = _plain(unary[2], variables)
-        return None if UNKNOWN in word else (not word) == (unary[1] == "z")
-    if binary := re.fullmatch(r"(.*?)\s*(==|!=|=|-eq|-ne|-gt|-ge|-lt|-le)\s*(.*)", body, re.DOTALL):
-        left, right = (_plain(binary[place], variables) for place in (1, 3))
-        if UNKNOWN in left + right:
-            return None
-        if binary[2] in ("=", "==", "!="):
-            return fnmatchcase(left, right) == (binary[2] != "!=")
-        if re.fullmatch(r"-?\d+", left) and re.fullmatch(r"-?\d+", right):
-            return _COMPARED[binary[2]](int(left), int(right))
-    return None
-
-
-_COMPARED: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
-}
-
-
-def _statements(text: str) -> list[str]:
-    """The lines of a script, continued lines, quotes and brackets joined, comments left out."""
-    lines: list[str] = []
-    current: list[str] = []
-    quote, depth, place = "", 0, 0
-    text = re.sub(r"\\[ \t]*\n", " ", text)
-    while place < len(text):
-        letter = text[place]
-        if quote:
-            quote = "" if letter == quote and text[place - 1] != "\\" else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter == "#" and (not current or current[-1].isspace() or current[-1] == "("):
-            end = text.find("\n", place)
-            place = len(text) if end < 0 else end
-            continue
-        elif letter in "({":
-            depth += 1
-        elif letter in ")}":
-            depth = max(0, depth - 1)
-        if letter in "\n;" and not quote and not depth:
-            lines.append("".join(current).strip())
-            current = []
-        else:
-            current.append(letter)
-        place += 1
-    lines.append("".join(current).strip())
-    return [line for line in lines if line]
-
-
-def expanded(text: str, variables: dict[str, str]) -> str:
-    """A text with its variables and arithmetic replaced; what is not known becomes `?`."""
-    for _ in range(8):
-        before = text
-        text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}", lambda m: _value(m[1], m[2], variables), text)
-        text = re.sub(r"\$\(\s*expr ([^()$]*)\)", lambda m: _computed(m[1].replace("\\*", "*"), variables), text)
-        text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _computed(m[1], variables), text)
-        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: _value(m[1], None, variables), text)
-        if text == before or len(text) > MOST_LETTERS:
-            break
-    if len(text) > MOST_LETTERS:
-        raise ConfigError(
-            f"a line of the script has more than {MOST_LETTERS:,} letters with its variables; write its options out"
-        )
-    return re.sub(r"\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}|\$[\d@*#]", UNKNOWN, text)
-
-
-def _value(name: str, default: str | None, variables: dict[str, str]) -> str:
-    value = variables.get(name)
-    if value is None or (value in ("", UNKNOWN) and default is not None):
-        return UNKNOWN if default is None else default.strip("\"'")
-    return value
-
-
-def _computed(text: str, variables: dict[str, str]) -> str:
-    """The value of an arithmetic expression."""
-    with_values = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
-    try:
-        value = _whole(ast.parse(with_values.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        return UNKNOWN
-    return UNKNOWN if value is None else str(value)
-
-
-def _whole(node: ast.expr) -> int | None:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            positive = _whole(inner)
-            return None if positive is None else -positive
-        case ast.BinOp():
-            whole: int | None = arithmetic(node, _OPERATORS, _whole)
-            return whole
-    return None
-
-
-def _words(statement: str) -> list[str]:
-    try:
-        return [part for word in shlex.split(statement) for part in (word.split() if "--" in word else [word])]
-    except ValueError:  # an open quote: the words as they stand
-        return statement.split()
 
 
 PRECISIONS = {
@@ -1197,8 +861,7 @@ def _read(source: SourceFile) -> Recipe:
 def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
     """A script that starts NeMo 1 with keys in Hydra's form, which count more than the YAML file that it names.
 
-    Raises:
-        ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
+    Raises: ConfigError: as `read_script`; `missing` notes a file that is not beside the script.
     """
     name = next(iter(options_of(source.text).get("config-name", [])), "")
     file = source.path.with_name(f"{name.removesuffix('.yaml')}.yaml")
@@ -1209,6 +872,83 @@ def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
         recipe.model, recipe.args = "", {key: value for key, value in recipe.args.items() if key in OWN or key == "seq"}
         recipe.missing = {key: why for key, why in recipe.missing.items() if not key.startswith("model.args.")}
         recipe.missing["model.name"] = f"the model is in {file.name}, which is not beside the script"
+    return recipe
+
+
+# Scripts in Python that take a recipe of NeMo 2 or Megatron-Bridge by name and change it. They are read and not run.
+#
+# What the recipe itself sets is in its package: what the script does not set is named as missing. Names are those of
+# nemo.collections.llm and of megatron.bridge.recipes.
+
+
+NEMO2 = "NeMo 2"
+RECIPE_MARK = re.compile(r"\b\w+\.(pretrain|finetune)_recipe\(|\b\w+_(pretrain|finetune|sft)_config\(")
+"""Of a script that takes a recipe of NeMo 2, or of Megatron-Bridge."""
+RECIPE = re.compile(r"(?:.*\.)?(\w+)\.(?:pretrain|finetune)_recipe|(?:.*\.)?(\w+)_(?:pretrain|finetune|sft)_config")
+RENAMED = {"num_gpus_per_node": "devices", "sequence_length": "seq_length", "max_length": "seq_length"}
+NEEDED = (
+    ("tensor_model_parallel_size", "plan.mesh.tp"),
+    ("pipeline_model_parallel_size", "plan.mesh.pp"),
+    ("context_parallel_size", "plan.mesh.cp"),
+    ("global_batch_size", "training.global_batch"),
+    ("seq_length", "model.args.seq"),
+)
+"""What a recipe sets, and the key that supplies it."""
+
+
+class _RecipeReader(Script):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+        self.keys: dict[str, Any] = {}
+        self.unknown: list[str] = []
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            path = path_of(target)
+            if not isinstance(target, ast.Name) and "." in path:
+                self._note(path.partition(".")[2], node.value)
+        super().visit_Assign(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if (form := RECIPE.fullmatch(path_of(node.func))) is not None:
+            self.name = form[1] or form[2]
+            for keyword in node.keywords:
+                if keyword.arg is not None:
+                    self._note(keyword.arg, keyword.value)
+        super().visit_Call(node)
+
+    def _note(self, path: str, node: ast.expr) -> None:
+        head, _, last = path.rpartition(".")
+        last = RENAMED.get(last, last)
+        value = self.value(node)
+        if value is None and not (isinstance(node, ast.Constant) and node.value is None):
+            self.unknown.append(last)
+        elif isinstance(value, bool | int | float | str):
+            self.keys = {key: old for key, old in self.keys.items() if key.rpartition(".")[2] != last}
+            self.keys[f"{head}.{last}" if head else last] = value
+
+
+def read_nemo(source: SourceFile) -> Recipe:
+    """A script that takes a recipe. Raises ConfigError: it is no Python, or takes none."""
+    reader = _RecipeReader()
+    walk(source, reader)
+    if not reader.name:
+        raise ConfigError("it takes no recipe such as llm.llama3_8b.pretrain_recipe(...) or llama3_8b_pretrain_config(...)")
+    bridge = bool(re.search(r"\bmegatron\.bridge\b", source.text))
+    framework = BRIDGE if bridge else NEMO2
+    name = re.sub(r"^(llama|qwen|phi)(\d)(\d)(?=_)", r"\1\2.\3", re.sub(r"_performance.*|_\d+k$", "", reader.name))
+    recipe = read_yaml({**reader.keys, **({"dist": {}} if bridge else {"trainer.accelerator": "gpu"})}, name.replace("_", "-"))
+    recipe.framework = framework
+    set_keys = {key.rpartition(".")[2] for key in reader.keys}
+    for own, key in NEEDED:
+        if own not in set_keys:
+            where = "what the script computes" if own in reader.unknown else f"the recipe {reader.name} of {framework}"
+            recipe.missing[key] = f"{own} hangs on {where}, which is Python and not run"
+    if "use_distributed_optimizer" not in set_keys:  # all recipes of both have it
+        recipe.zero = 1
+    if "micro_batch_size" not in set_keys:
+        recipe.left_out["micro_batch_size"] = f"it is in the recipe {reader.name}: one sample is taken"
     return recipe
 
 
@@ -1224,5 +964,14 @@ FORMATS = {
         writes="recipe",
         write=write_megatron,
         file="megatron.sh",
-    )
+    ),
+    "nemo": FileFormat(
+        layouts="recipes of NeMo 2 and of Megatron-Bridge, by the name of the recipe and what the script sets",
+        refuses="what the recipe sets and the script does not, until --set",
+        what="a script in Python that takes a recipe of NeMo 2 or Megatron-Bridge",
+        tool=NEMO2,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix == ".py" and bool(RECIPE_MARK.search(source.text)),
+        read=read_nemo,
+    ),
 }

@@ -30,13 +30,13 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.measured import fits_of_points
 from parsim.costs.communication.network_fit import fitted_network, log_errors, nearest_network
 from parsim.errors import CostError, ImportedFileError, ProfileError
-from parsim.formats.imports import MachineReading, NetworkChange, ProfileChange
+from parsim.formats.imports import MachineReading, MachineUpdate
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import Network, NetworkPoint, load_network, shipped_networks
+from parsim.hardware.parts import Network, NetworkPoint, load_network, shipped_networks
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
-from parsim.report.tables import Column, ReportTable
+from parsim.report.tables import ReportTable, columns_of
 from parsim.units import format_bytes, format_percent
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
@@ -97,9 +97,8 @@ class NcclRow:
 class NcclTest:
     """One run of one program.
 
-    Attributes:
-        operation: here. hosts: per host the numbers of its devices, ascending. devices: their names, as the driver says.
-        rows: timings that hold together. repeats: iterations behind each.
+    Attributes: operation: here. hosts: per host the numbers of its devices, ascending. devices: their names, as the driver
+        says. rows: timings that hold together. repeats: iterations behind each.
     """
 
     operation: str
@@ -142,13 +141,10 @@ class _Draft:
 def read_nccl_tests(source: SourceFile, *, collective: str | None = None, ranks: Sequence[int] | None = None) -> NcclLog:
     """Read a log or a JSON file of nccl-tests.
 
-    Args:
-        source: the file.
-        collective: the operation, where the file does not name it. ranks: device numbers, where the file does not list them.
-
-    Raises:
-        ImportedFileError: no row; an operation or devices that the file does not tell and nobody gave; several groups at once;
-            processes that measured alone; bandwidths that contradict the operation and the number of ranks.
+    Args: source: the file. collective: the operation, where the file does not name it. ranks: device numbers, where the file
+        does not list them.
+    Raises: ImportedFileError: no row; an operation or devices that the file does not tell and nobody gave; several groups at
+        once; processes that measured alone; bandwidths that contradict the operation and the number of ranks.
     """
     if collective is not None and collective not in PRICED:
         raise ImportedFileError(f"collective = {shown(collective)!r}: must be one of {', '.join(PRICED)}")
@@ -345,7 +341,6 @@ def _finished(
 def _hosts(
     draft: _Draft, source: SourceFile, ranks: Sequence[int] | None, notes: list[str]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """Per host its devices, and the names of all."""
     devices = list(draft.ranks.values())
     names = tuple(dict.fromkeys(shown(name) for _, _, _, name in devices if name))
     by_host: dict[str, list[tuple[int, str]]] = {}
@@ -387,7 +382,6 @@ def _hosts(
 def _operation(
     draft: _Draft, source: SourceFile, collective: str | None, n: int, ratio: float | None, notes: list[str]
 ) -> str | None:
-    """The operation of a run: by its program, as given, or by what busbw / algbw leaves."""
     if draft.program is not None:
         operation = PROGRAMS[draft.program]
         if operation is None:
@@ -422,9 +416,8 @@ MIN_SIZES = 2
 class FittedGroup:
     """What one operation over one group brought.
 
-    Attributes:
-        points: timings. sizes: distinct. fit_error: median of |fit - measured| / measured.
-        error_before: of the profile as it was (None: it had no price). errors are signed medians with `bias_before`.
+    Attributes: points: timings. sizes: distinct. fit_error: median of |fit - measured| / measured. error_before: of the profile
+        as it was (None: it had no price). errors are signed medians with `bias_before`.
     """
 
     operation: str
@@ -443,12 +436,9 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
 
     Points of a file that was imported before are replaced; those of other files stay, and one fit covers them all.
 
-    Args:
-        profile: of the machine that was measured. log: of `read_nccl_tests`.
-        digest: names the file's content. where: name of the file, without its folder.
-
-    Raises:
-        ImportedFileError: the profile is not of NCCL, lacks a device, or there are fewer than two ranks or sizes.
+    Args: profile: of the machine that was measured. log: of `read_nccl_tests`. digest: names the file's content. where: name of
+        the file, without its folder.
+    Raises: ImportedFileError: the profile is not of NCCL, lacks a device, or there are fewer than two ranks or sizes.
     """
     communication = profile.communication
     if communication.backend != "nccl":
@@ -510,7 +500,6 @@ def _sorted(fit: CollectiveFit) -> tuple[tuple[int, ...], ...]:
 
 
 def _merged(tests: Sequence[NcclTest]) -> list[NcclTest]:
-    """Tests of one operation and group as one."""
     merged: dict[tuple[str, tuple[tuple[int, ...], ...]], NcclTest] = {}
     for test in tests:
         key = (test.operation, test.hosts)
@@ -562,8 +551,7 @@ def _reading(source: SourceFile, *, collective: str | None = None, ranks: Sequen
 def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
     """What timed collectives say of a machine, before the profile is known that they change.
 
-    Args:
-        log: of this or of another benchmark. source: its file.
+    Args: log: of this or of another benchmark. source: its file.
     """
     inside = tuple(test for test in log.tests if len(test.hosts) == 1)
     left_out = [
@@ -583,11 +571,10 @@ def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
 
 def _network_changed(
     profile: Profile, machine: str, network: Network | None, *, log: NcclLog, source: SourceFile
-) -> NetworkChange:
+) -> MachineUpdate[Network]:
     """The network (None: the nearest that ships), fitted to all that was measured of it.
 
-    Raises:
-        ImportedFileError: nodes of which the profile has no device, or fewer than two sizes.
+    Raises: ImportedFileError: nodes of which the profile has no device, or fewer than two sizes.
     """
     where, key = shown(source.path.name), PREFIX + source.digest
     own = [
@@ -625,8 +612,8 @@ def _network_changed(
     hosts = {_shape_of(test) for test in log.tests}
     summary = f"{len(own)} collectives between nodes of {machine} ({listed(sorted(hosts))} devices)"
     errors = [median(abs(math.expm1(error)) for error in one) for one in (before, after)]
-    return NetworkChange(
-        network=made,
+    return MachineUpdate(
+        made=made,
         summary=f"{summary}; give --into NETWORK.json to use them",
         written=f"{summary}, on {base.name}, fitted and used from now on",
         document={
@@ -671,25 +658,20 @@ def _network_table(log: NcclLog, base: Network, made: Network, machines: Mapping
         )
     return ReportTable(
         title="Measured collectives between nodes",
-        columns=(
-            Column(name="collective"),
-            Column(name="devices"),
-            Column(name="points", numeric=True),
-            Column(name="sizes"),
-            Column(name="error", numeric=True),
-            Column(name="error before", numeric=True),
-            Column(name="bias before", numeric=True),
+        columns=columns_of(
+            *("collective", "devices", "points", "sizes", "error", "error before", "bias before"),
+            words=("collective", "devices", "sizes"),
         ),
         rows=tuple(rows),
         notes=("Errors are medians over sizes of |predicted - measured| / measured; bias is signed.",),
     )
 
 
-def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> ProfileChange:
+def _changed(profile: Profile, *, log: NcclLog, source: SourceFile) -> MachineUpdate[Profile]:
     made, groups = with_measured(profile, log, source.digest, shown(source.path.name))
     summary = f"{sum(group.points for group in groups)} measured collectives of {len(groups)} group(s)"
-    return ProfileChange(
-        profile=made,
+    return MachineUpdate(
+        made=made,
         summary=f"{summary}; give --into PROFILE.json to use them",
         written=f"{summary} in {profile.name}, fitted and used from now on",
         document={"groups": [asdict(group) | {"group": list(group.group)} for group in groups]},
@@ -712,14 +694,10 @@ def _group_table(groups: Sequence[FittedGroup]) -> ReportTable:
     ]
     return ReportTable(
         title="Measured collectives",
-        columns=(
-            Column(name="collective"),
-            Column(name="devices", wraps=True),
-            Column(name="points", numeric=True),
-            Column(name="sizes"),
-            Column(name="error of the fit", numeric=True),
-            Column(name="error before", numeric=True),
-            Column(name="bias before", numeric=True),
+        columns=columns_of(
+            *("collective", "devices", "points", "sizes", "error of the fit", "error before", "bias before"),
+            words=("collective", "sizes"),
+            wraps="devices",
         ),
         rows=tuple(rows),
         notes=("Errors are medians of |predicted - measured| / measured; bias is signed. Before: the profile without them.",),

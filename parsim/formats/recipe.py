@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
@@ -21,11 +21,12 @@ from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
-from parsim.model.layers import LAYER
+from parsim.model.model import LAYER
 from parsim.plans.plan import Plan
 from parsim.plans.stages import counted_out
 from parsim.units import nearest_divisors, printable
 
+Choice = TypeVar("Choice")
 LARGEST_BYTES = 2**20
 """Size of a file that people write by hand, at most."""
 SCRIPTS, YAML = (".sh", ".bash", ".slurm", ".sbatch"), (".yaml", ".yml")
@@ -94,8 +95,7 @@ class Recipe:
     def settings(self, devices: int) -> dict[str, object]:
         """Keys of a run file, for so many devices.
 
-        Raises:
-            ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
+        Raises: ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
         """
         for key in ("tp", "pp", "cp", "ep", "replicate", "chunks"):
             if getattr(self, key) < 1:
@@ -147,13 +147,11 @@ class Recipe:
         return {}
 
     def _counted_out(self) -> list[int] | None:
-        """The stages that its framework makes where nothing is said of them."""
         name = str(self.software.get("framework", ""))
         cut = FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
         return counted_out(cut, sum(self.stage_layers), len(self.stage_layers))
 
     def _states(self, dp: int) -> dict[str, object]:
-        """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""
         if not self.zero or (dp == 1 and self.replicate == 1):
             return {"plan.zero_stage": self.zero}
         if dp % self.replicate:
@@ -269,6 +267,19 @@ class FileKeys:
             raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
         return default
 
+    def choice(self, rows: Mapping[str, Choice], *keys: str, default: str) -> Choice:
+        """The row that the first of these keys names. Raises ConfigError for a name of none."""
+        text = self.text(*keys, default=default)
+        if text not in rows and (text := text.lower()) not in rows:
+            raise ConfigError(f"{self.framework}: {keys[0].rpartition('.')[2]} = {text!r} must be one of {', '.join(rows)}")
+        return rows[text]
+
+    def degrees(self, recipe: Recipe, **keys: str | Sequence[str]) -> None:
+        """Set fields of the recipe (tp, pp, cp, ep, replicate) by the keys of each; one without a key keeps what it has."""
+        for name, of_field in keys.items():
+            of_field = (of_field,) if isinstance(of_field, str) else of_field
+            setattr(recipe, name, self.number(*of_field, default=getattr(recipe, name)))
+
     def flag(self, *keys: str, default: bool = False) -> bool:
         return self.text(*keys, default=str(default)).lower() in ("true", "1", "yes", "on")
 
@@ -288,12 +299,9 @@ class FileKeys:
     def sort(self, recipe: Recipe, *, left_out: Mapping[str, str], ignored: re.Pattern[str]) -> None:
         """Say in the recipe what became of every key.
 
-        Args:
-            left_out: keys that matter and are not modelled, with what is done instead. ignored: matches those that change
-                neither time nor memory.
-
-        Raises:
-            ConfigError: a degree of parallelism above 1 that nobody read.
+        Args: left_out: keys that matter and are not modelled, with what is done instead. ignored: matches those that change
+            neither time nor memory.
+        Raises: ConfigError: a degree of parallelism above 1 that nobody read.
         """
         recipe.taken |= self.read
         for key, value in self.values.items():
@@ -346,11 +354,8 @@ def take_adapters(recipe: Recipe, keys: FileKeys, key: str, method: str, **found
 
     Trained weights are in fp32 beside 16 bits, or in 16 bits with a copy in fp32: both take 16 bytes each with AdamW.
 
-    Args:
-        key, method: of the file. found: keys of training.tune; those that are None are left out.
-
-    Raises:
-        ConfigError: another way of training a few added weights: priced as LoRA or as full training it would be wrong.
+    Args: key, method: of the file. found: keys of training.tune; those that are None are left out.
+    Raises: ConfigError: another way of training a few added weights: priced as LoRA or as full training it would be wrong.
     """
     if method.lower() not in ADAPTERS:
         raise ConfigError(
@@ -393,11 +398,7 @@ def whole_number(framework: str, key: str, value: object, least: int = 0) -> int
 
 
 def yaml_table(source: SourceFile) -> dict[str, Any]:
-    """The document of a YAML file.
-
-    Raises:
-        ConfigError: it is not YAML, or no table. MissingDependencyError: without PyYAML.
-    """
+    """The document of a YAML file. Raises: ConfigError: it is not YAML, or no table. MissingDependencyError: without PyYAML."""
     try:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -450,8 +451,7 @@ def is_framework_file(path: Path) -> bool:
 
     A run file, which has the table [cluster], is none, whatever its name.
 
-    Args:
-        path: as the user gave it.
+    Args: path: as the user gave it.
     """
     if path.suffix == "" or (path.suffix == ".json" and not path.is_file()):  # a model
         return False
@@ -476,15 +476,14 @@ WHOSE = (
 def read_recipe(path: Path) -> Recipe:
     """What such a file says.
 
-    Raises:
-        ConfigError: no such file, no text of its kind, or sizes that are missing or cannot be.
-        MissingDependencyError: a YAML file without PyYAML.
+    Raises: ConfigError: no such file, no text of its kind, or sizes that are missing or cannot be. MissingDependencyError: a
+        YAML file without PyYAML.
     """
     try:
         source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
-    row = _format_of(source)
+    row = next((row for _, row in _recipe_formats() if row.sniff(source)), None)
     if row is None or row.read is None:
         raise ConfigError(f"{path} {_other_kind(source)}")
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
@@ -522,10 +521,6 @@ def _other_kind(source: SourceFile) -> str:
     return f"is of no kind that parsim knows: give {WHOSE}"
 
 
-def _format_of(source: SourceFile) -> FileFormat | None:
-    return next((row for _, row in _recipe_formats() if row.sniff(source)), None)
-
-
 def _recipe_formats() -> list[tuple[str, FileFormat]]:
     return [(name, row) for name, row in file_formats().items() if row.reads == "recipe"]
 
@@ -540,8 +535,7 @@ def format_name(path: Path) -> str:
 class PlannedRecipe(Recipe):
     """A recipe made of a plan, to be written. `training` has every key of [training], with learning rate and decay filled in.
 
-    Attributes:
-        plan: what the recipe does not hold is read from it. nodes: machines.
+    Attributes: plan: what the recipe does not hold is read from it. nodes: machines.
     """
 
     plan: Plan
@@ -563,12 +557,9 @@ def recipe_of_plan(
 ) -> PlannedRecipe:
     """The recipe of a plan, for the file of a framework.
 
-    Args:
-        framework: for messages. plan: with a mesh of its own. model, args: as in a run file, with the plan's arguments.
+    Args: framework: for messages. plan: with a mesh of its own. model, args: as in a run file, with the plan's arguments.
         training: keys of [training]; learning_rate and weight_decay as they are used. nodes: machines.
-
-    Raises:
-        ConfigError: replicas do not come together in every step, or ranks of a replica share samples unevenly.
+    Raises: ConfigError: replicas do not come together in every step, or ranks of a replica share samples unevenly.
     """
     if plan.synchronisation.is_relaxed:
         raise ConfigError(
@@ -640,9 +631,7 @@ def _left_out(plan: Plan, training: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Attributes:
-    shape: sizes with every default filled in. seq: tokens of a sample. others: the other arguments of the model.
-    """
+    """Attributes: shape: sizes, every default filled in. seq: tokens of a sample. others: the other arguments of the model."""
 
     shape: Shape
     seq: int
@@ -652,15 +641,14 @@ class Transformer:
 def transformer_of(recipe: PlannedRecipe) -> Transformer:
     """The model by its sizes, as Megatron-LM and torchtitan describe one. Fills in what of all layers is recomputed.
 
-    Raises:
-        ConfigError: the model is not a transformer by its sizes, a placement is none that the frameworks have, or what is
-            recomputed differs from layer to layer.
+    Raises: ConfigError: the model is not a transformer by its sizes, a placement is none that the frameworks have, or what is
+        recomputed differs from layer to layer.
     """
     framework, plan, args = recipe.framework, recipe.plan, recipe.args
     if not is_transformer(recipe.model):
         raise ConfigError(
             f"{framework} describes a transformer by its sizes, and model.name = {recipe.model!r} is none by name; "
-            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/names.py"
+            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/models.csv"
         )
     if DOCUMENT in args:
         recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"
@@ -719,7 +707,6 @@ def _check_placements(recipe: PlannedRecipe) -> None:
 
 
 def _recomputed_layers(framework: str, plan: Plan) -> tuple[str, int]:
-    """What of all layers is recomputed, in a Recipe's words; of "alternate", every how many layers."""
     layers: dict[int, set[str]] = {}
     for name in plan.components:
         if (layer := LAYER.match(name)) is not None:
@@ -754,11 +741,8 @@ _COMPARED = (
 def read_back(recipe: PlannedRecipe, model: Transformer, read: Recipe) -> None:
     """Note in `left_out` what parsim's own reader of a file understands otherwise than the plan has it.
 
-    Args:
-        recipe, model: what was written. read: the file, read.
-
-    Raises:
-        ConfigError: the reader finds other sizes of the model: the format cannot express the model.
+    Args: recipe, model: what was written. read: the file, read.
+    Raises: ConfigError: the reader finds other sizes of the model: the format cannot express the model.
     """
     low = bool(number_format(recipe.training["precision"]).beside)
     if bool(model.others[CASTS]) != low:

@@ -103,11 +103,8 @@ class SourceFile:
     def json(self, what: str) -> Any:
         """The document of a JSON file.
 
-        Args:
-            what: kind of file, for the message.
-
-        Raises:
-            ImportedFileError: it is not JSON, or nested too deep.
+        Args: what: kind of file, for the message.
+        Raises: ImportedFileError: it is not JSON, or nested too deep.
         """
         try:
             return parse_json(self.text)
@@ -123,8 +120,7 @@ class SourceFile:
 def read_source(path: Path) -> SourceFile:
     """Read a file, and unpack it if it is gzipped.
 
-    Raises:
-        ImportedFileError: it cannot be read, holds nothing, unpacks to more than MOST_BYTES, or is a damaged archive.
+    Raises: ImportedFileError: it cannot be read, holds nothing, unpacks to more than MOST_BYTES, or is a damaged archive.
     """
     try:
         with path.open("rb") as file:

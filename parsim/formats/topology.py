@@ -35,7 +35,7 @@ from xml.parsers import expat
 
 from parsim.costs.communication.contention import ports_of
 from parsim.errors import ImportedFileError, ParsimError
-from parsim.formats.imports import MachineReading, ProfileChange
+from parsim.formats.imports import MachineReading, MachineUpdate
 from parsim.formats.source import SNIFFED, FileFormat, SourceFile, listed, shown
 from parsim.hardware.cluster import NodeShape, Port, cluster_from_profile, node_links
 from parsim.hardware.compose import load_profile
@@ -76,8 +76,7 @@ class MachineTree:
     def direct_links(self, most: int) -> list[LinkEntry]:
         """NVLinks, lane by lane, of GPUs that have `most` lanes each.
 
-        Raises:
-            ImportedFileError: a GPU would have more lanes, and no switch explains them.
+        Raises: ImportedFileError: a GPU would have more lanes, and no switch explains them.
         """
         links: list[LinkEntry] = []
         switches = 0
@@ -129,11 +128,9 @@ def with_links(profile: Profile, tree: MachineTree, digest: str, what: str) -> P
 
     Groups that the link model was measured on keep that standing only if the direct links stay what they were.
 
-    Args:
-        profile: of the same GPUs. tree: what joins them. digest: of the file. what: tool and file, for the source.
-
-    Raises:
-        ImportedFileError: another number of GPUs, more lanes than a GPU has, or links whose speed the profile does not tell.
+    Args: profile: of the same GPUs. tree: what joins them. digest: of the file. what: tool and file, for the source.
+    Raises: ImportedFileError: another number of GPUs, more lanes than a GPU has, or links whose speed the profile does not
+        tell.
     """
     names = [device_name(entry.index, profile.device_types[entry.type].kind) for entry in profile.devices]
     part = profile.devices[0].type if profile.devices[0].type in shipped_gpus() else None
@@ -244,7 +241,7 @@ def _reading(read: Callable[[SourceFile], MachineTree], tool: str, source: Sourc
     )
 
 
-def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> ProfileChange:
+def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> MachineUpdate[Profile]:
     made = with_links(profile, tree, digest, text)
     old, new = ([link for link in one.links if link.kind == DIRECT] for one in (profile, made))
     to_switch = [link.lanes for link in new if link.b.startswith(SWITCH)]
@@ -270,8 +267,8 @@ def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> 
     if unused := len(tree.cards) - len(made.nics) if tree.cards else 0:
         warnings.append(f"{unused} network cards are farther from every GPU than others, as those for storage are: left out")
     sockets = set(tree.socket)
-    return ProfileChange(
-        profile=made,
+    return MachineUpdate(
+        made=made,
         summary=(
             f"{tree.gpus} GPUs, NVLink: {direct}; {len(tree.socket)} PCIe switches on {len(sockets)} socket(s), "
             f"{len(tree.cards) or 'no'} network cards{'' if tree.cards else ' shown'}. Bandwidths stay those of {profile.name}"
@@ -298,9 +295,8 @@ def _tree(
 ) -> MachineTree:
     """A tree of what hangs together, whatever a tool calls it.
 
-    Args:
-        gpus: the switch and the socket of each, as any numbers. cards: name, switch and socket.
-        lanes, hidden, names: as of MachineTree. coherent: GPUs hang on their CPU by NVLink-C2C.
+    Args: gpus: the switch and the socket of each, as any numbers. cards: name, switch and socket. lanes, hidden, names: as of
+        MachineTree. coherent: GPUs hang on their CPU by NVLink-C2C.
     """
     switches = list(dict.fromkeys(switch for switch, _ in gpus))
     sockets = list(dict.fromkeys(socket for _, socket in gpus))
@@ -371,8 +367,7 @@ def is_topo_matrix(text: str) -> bool:
 def read_topo_matrix(source: SourceFile) -> MachineTree:
     """Read the matrix.
 
-    Raises:
-        ImportedFileError: no matrix, a row that is missing or cut, entries that contradict one another or are unknown.
+    Raises: ImportedFileError: no matrix, a row that is missing or cut, entries that contradict one another or are unknown.
     """
     lines = [ANSI.sub("", line) for line in source.text.splitlines()]
     head = next((number for number, line in enumerate(lines) if line.split()[:1] == ["GPU0"] and "X" not in line.split()), None)
@@ -500,8 +495,7 @@ def is_rocm_topology(source: SourceFile) -> bool:
 def read_rocm_topology(source: SourceFile) -> MachineTree:
     """Read what rocm-smi or amd-smi says of the links between GPUs.
 
-    Raises:
-        ImportedFileError: a table is missing, cut or not square, or its types of links are unknown.
+    Raises: ImportedFileError: a table is missing, cut or not square, or its types of links are unknown.
     """
     nodes: dict[int, int] = {}
     tables = _amd_document(source) if source.begins("[", "{") else _amd_tables(source.text, nodes)
@@ -645,11 +639,7 @@ def is_lstopo(source: SourceFile) -> bool:
 
 
 def read_lstopo(source: SourceFile) -> MachineTree:
-    """Read a topology of hwloc.
-
-    Raises:
-        ImportedFileError: no XML, no topology, no GPU, or GPUs without a PCI bus.
-    """
+    """Read a topology of hwloc. Raises: ImportedFileError: no XML, no topology, no GPU, or GPUs without a PCI bus."""
     document = _parsed(source)
     if document.root != "topology" or not document.objects:
         raise ImportedFileError(
@@ -684,7 +674,6 @@ def read_lstopo(source: SourceFile) -> MachineTree:
 
 
 def _parsed(source: SourceFile) -> _Document:
-    """The objects of the file. No entity is expanded and nothing is fetched."""
     document = _Document()
     stack: list[tuple[str, _Object | None]] = []
     matrix: list[_Matrix] = []
@@ -751,7 +740,6 @@ def _is_gpu(node: _Object) -> bool:
 
 
 def _order(node: _Object) -> tuple[int, int, str]:
-    """By the driver's number, then by bus."""
     numbers = {match[1]: int(match[2]) for name in _os_devices(node) if (match := GPU_OS_DEVICES.fullmatch(name))}
     bus = node.attributes.get("pci_busid", "")
     return next(((0, numbers[driver], bus) for driver in DRIVERS if driver in numbers), (1, 0, bus))
@@ -777,7 +765,6 @@ def _socket(node: _Object) -> int:
 
 
 def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], int] | None:
-    """NVLinks between GPUs by the matrix of bandwidths; None where the file has none that fits its GPUs."""
     matrix = next((entry for entry in document.matrices if entry.name == "NVLinkBandwidth"), None)
     if matrix is None:
         return None
@@ -816,7 +803,6 @@ def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], in
 
 
 def _lane_speed(gpus: list[_Object], values: list[int]) -> int:
-    """MB/s of a lane, by the generation of the GPUs."""
     parts = [node for gpu in gpus for node in gpu.inside()]
     models = " ".join(text for node in parts for text in (node.attributes.get("name", ""), *node.infos.values()))
     speeds = (BLACKWELL_LANE_MB_PER_S,) if BLACKWELL.search(models) else (LANE_MB_PER_S, FIRST_LANE_MB_PER_S)

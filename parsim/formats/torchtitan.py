@@ -14,7 +14,6 @@ from typing import Any
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.files import document_text, parse_toml, read_text, write_text_atomically
 from parsim.formats.exports import Exported
-from parsim.formats.megatron import options_of
 from parsim.formats.recipe import (
     LARGEST_BYTES,
     SCRIPTS,
@@ -27,6 +26,7 @@ from parsim.formats.recipe import (
     transformer_of,
     whole_number,
 )
+from parsim.formats.scripts import options_of
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, is_transformer, known_names, normalised, shape_of
 from parsim.plans.pipeline import check_torch_schedule
@@ -112,11 +112,8 @@ LEFT_OUT = {
 def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     """A file of torchtitan.
 
-    Args:
-        document: its tables. wrapped: the model by the name of a file around it, where the tables name none.
-
-    Raises:
-        ConfigError: a model that is not known, or sizes that cannot be.
+    Args: document: its tables. wrapped: the model by the name of a file around it, where the tables name none.
+    Raises: ConfigError: a model that is not known, or sizes that cannot be.
     """
     tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
     flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
@@ -216,7 +213,6 @@ def _newer(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
-    """FSDP over the shard degree, replicated by the other; -1 takes all that is left."""
     shard = flat.get("parallelism.data_parallel_shard_degree", -1)
     replicate = number("parallelism.data_parallel_replicate_degree", 1)
     recipe.taken["parallelism.data_parallel_shard_degree"] = shard
@@ -474,8 +470,7 @@ def read_launch(source: SourceFile) -> Recipe:
 def preset_tables(module: str, name: str) -> dict[str, dict[str, Any]] | None:
     """The tables of a preset, from the registry of an installed torchtitan, which is read and not run; None: there is none.
 
-    Args:
-        module, name: as --module and --config give them.
+    Args: module, name: as --module and --config give them.
 
     Source: torchtitan 0.3.0, torchtitan/models/NAME/config_registry.py: functions that return a Trainer.Config.
     """

@@ -15,8 +15,6 @@ from typing import Any
 from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
 from parsim.formats.deepspeed import read_deepspeed
-from parsim.formats.megatron import UNKNOWN, note_hanging, option_values
-from parsim.formats.python import Script, walk
 from parsim.formats.recipe import (
     LARGEST_BYTES,
     PROGRAMS,
@@ -28,6 +26,7 @@ from parsim.formats.recipe import (
     take_adapters,
     yaml_table,
 )
+from parsim.formats.scripts import UNKNOWN, Script, note_hanging, option_values, walk
 from parsim.formats.source import FileFormat, SourceFile
 from parsim.units import printable
 
@@ -198,7 +197,6 @@ def _keys_of_calls(script: Script) -> dict[str, Any]:
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
-    """What TRL's ModelConfig or LLaMA-Factory's finetuning arguments say, with the defaults of each."""
     method = keys.text("finetuning_type").lower()
     factory = method not in ("", "full")
     if not factory and not keys.flag("use_peft") and not keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
@@ -216,10 +214,6 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
 
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
-    """Options of a script that starts a Trainer, by the names of TrainingArguments; what hangs on an environment is left out.
-
-    `accelerate launch` and `swift sft` have names of their own for some.
-    """
     found = option_values(source.text, SCRIPT_NAMES, HANGING)
     if "swift" in source.text and (kind := found.pop("train_type", found.pop("tuner_type", "lora"))) != "full":
         found["finetuning_type"] = kind
@@ -278,10 +272,8 @@ def _refuse_other_losses(keys: FileKeys) -> None:
 
 def _read_paddle(keys: FileKeys, recipe: Recipe) -> None:
     """What PaddleNLP's TrainingArguments have beyond the ones that they were made after."""
-    recipe.tp = keys.number("tensor_parallel_degree", default=recipe.tp)
-    recipe.pp = keys.number("pipeline_parallel_degree", default=recipe.pp)
-    recipe.cp = keys.number("context_parallel_degree", "sep_parallel_degree", default=recipe.cp)
-    recipe.ep = keys.number("expert_parallel_degree", default=recipe.ep)
+    keys.degrees(recipe, tp="tensor_parallel_degree", pp="pipeline_parallel_degree", ep="expert_parallel_degree")
+    keys.degrees(recipe, cp=("context_parallel_degree", "sep_parallel_degree"))
     if recipe.pp > 1:
         recipe.chunks = keys.number("virtual_pp_degree", default=1) or 1
     if stage := re.search(r"stage([123])", keys.text("sharding")):
@@ -308,11 +300,8 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
     recipe.processes = keys.number("num_processes", default=0)
     keys.number("num_machines", default=1)
     kind = keys.text("distributed_type", default="NO").upper()
-    mixed = keys.text("mixed_precision", default="no").lower()
     formats = {"no": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "fp8"}
-    if mixed not in formats:
-        raise ConfigError(f"{ACCELERATE}: mixed_precision = {mixed!r} must be one of {', '.join(formats)}")
-    recipe.training["precision"] = formats[mixed]
+    recipe.training["precision"] = keys.choice(formats, "mixed_precision", default="no")
     recipe.software["compiled"] = keys.text("dynamo_config.dynamo_backend", default="NO").upper() != "NO"
     if kind == "FSDP":
         stage = keys.text("fsdp_config.fsdp_sharding_strategy").lower()
@@ -332,8 +321,7 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
         keys.number("deepspeed_config.gradient_accumulation_steps", default=1)
     elif kind == "MEGATRON_LM":
         recipe.software = {"framework": "megatron"}
-        recipe.tp = keys.number("megatron_lm_config.megatron_lm_tp_degree", default=1)
-        recipe.pp = keys.number("megatron_lm_config.megatron_lm_pp_degree", default=1)
+        keys.degrees(recipe, tp="megatron_lm_config.megatron_lm_tp_degree", pp="megatron_lm_config.megatron_lm_pp_degree")
         recipe.args["sequence_parallel"] = keys.flag("megatron_lm_config.megatron_lm_sequence_parallelism")
         recipe.zero = 1 if keys.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer") else 0
         recipe.recompute = "full" if keys.text("megatron_lm_config.megatron_lm_recompute_activations") == "full" else "none"
@@ -341,9 +329,7 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
     elif kind not in ("NO", "MULTI_GPU"):
         raise ConfigError(f"{ACCELERATE}: distributed_type = {kind} is no training on GPUs that parsim prices")
     table = "parallelism_config.parallelism_config"
-    recipe.tp = keys.number(f"{table}_tp_size", default=recipe.tp)
-    recipe.cp = keys.number(f"{table}_cp_size", default=1)
-    recipe.replicate = keys.number(f"{table}_dp_replicate_size", default=1)
+    keys.degrees(recipe, tp=f"{table}_tp_size", cp=f"{table}_cp_size", replicate=f"{table}_dp_replicate_size")
     if keys.number(f"{table}_dp_shard_size", default=1) > 1:
         recipe.zero = recipe.zero or 3
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
@@ -422,11 +408,6 @@ def is_arguments(source: SourceFile) -> bool:
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
 
 
-def is_accelerate(source: SourceFile) -> bool:
-    """Whether a file is one of `accelerate config`."""
-    return source.path.suffix in YAML and bool(ACCELERATE_MARK.search(source.text))
-
-
 FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
@@ -446,7 +427,7 @@ FORMATS = {
         what="a YAML file of accelerate config",
         tool=ACCELERATE,
         reads="recipe",
-        sniff=is_accelerate,
+        sniff=lambda source: source.path.suffix in YAML and bool(ACCELERATE_MARK.search(source.text)),
         read=lambda source: read_accelerate(yaml_table(source), source.path),
     ),
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from parsim.errors import ProfileError
 from parsim.hardware.devices import DEVICE_KINDS, Device, DeviceType, device_name
-from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 
@@ -62,10 +62,8 @@ class Nodes:
 
 @lru_cache(maxsize=16)
 def nodes_of(topology: Topology) -> Nodes:
-    """The nodes of a topology, in the order of their lowest device.
-
-    Raises ProfileError if the cards of one node reach several leaves.
-    """
+    """The nodes of a topology, in the order of their lowest device. Raises ProfileError if the cards of one node reach
+    several leaves."""
     if isinstance(topology, CopiedTopology):
         return topology.nodes
     inside, outside = _split(topology)
@@ -153,20 +151,17 @@ def _number(end: str) -> tuple[int, str]:
 
 
 def node_links(profile: Profile) -> tuple[Link, ...]:
-    """The links of the machine as the profile lists them."""
     return tuple(_link(profile, entry.a, entry.b, entry) for entry in profile.links)
 
 
 def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link, ...]:
     """The links of `nodes` copies of the machine, of their network cards, and of the switches that join them.
 
-    Device d of node k is number k * (devices of the profile) + its place in the profile; every other end of node k is
-    called "node<k>/<end>". Card i of a node is "node<k>/nic<i>", plugged into slot i of the profile. Slots are reused if
-    the network has more cards than the profile has slots. Without slots in the profile, cards are plugged into host
-    memory. All cards of a node reach leaf k // nodes_per_leaf; with more than one leaf, each is joined to spine0 by
-    uplinks that carry its cards' bandwidth over the oversubscription. A leaf that serves fewer nodes has fewer uplinks.
-
-    Leaves out how single flows are routed over several spine switches: those that collide share less than this.
+    Device d of node k is number k * (devices of the profile) + its place in the profile; every other end of node k is called
+    "node<k>/<end>". Card i of a node is "node<k>/nic<i>", plugged into slot i of the profile, in turn if there are more cards;
+    without slots into host memory. All cards of a node reach leaf k // nodes_per_leaf; with more than one leaf, each is joined
+    to spine0 by uplinks that carry its cards' bandwidth over the oversubscription. A leaf that serves fewer nodes has fewer
+    uplinks. Leaves out how single flows are routed over several spine switches: those that collide share less than this.
 
     Raises ProfileError if the machine has no place for a card, or is several nodes itself.
     """
@@ -275,7 +270,6 @@ class CopiedTopology(Topology):
 
 
 def _slots(profile: Profile, network: Network) -> Sequence[NicSlot]:
-    """Where the cards of one node go."""
     slots: list[NicSlot] = list(profile.nics)
     if not slots:
         hosts = sorted({end for link in profile.links for end in (link.a, link.b) if role_of(end) in HOST_ROLES})
@@ -356,15 +350,12 @@ class Cluster:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """The nodes of the topology (of the whole machine, whatever devices are used)."""
         return nodes_of(self.topology)
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Per rank its node and the number of its device there; as the devices say where all collectives are measured.
-
-        Raises ProfileError for a device that no link joins, where prices follow from links.
-        """
+        Raises ProfileError for a device that no link joins, where prices follow from links."""
         if self.profile.communication.link_model is None and not self.topology.links:
             seen: Counter[int] = Counter()
             numbered = []
@@ -391,7 +382,6 @@ class Cluster:
 
     @cached_property
     def most_on_a_node(self) -> int:
-        """The largest number of ranks on one node."""
         return max(Counter(node for node, _ in self.places).values())
 
     def spread(self, group: tuple[int, ...]) -> NodeSpread:
@@ -420,12 +410,11 @@ def cluster_from_profile(
 
     Args:
         devices: listed numbers count through the nodes: device d of node k is k * (devices per node) + d.
-        network: between the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
-            node it prices nothing.
+        network: between the nodes: a shipped network by name, the path of one, or a Network. With one node it prices nothing.
 
     Raises:
-        ProfileError: the profile lacks that many devices, or these; the topology is not connected; no network, an
-            unknown one, or a machine that cannot be multiplied.
+        ProfileError: the profile lacks that many devices, or these; the topology is not connected; no network, an unknown one,
+            or a machine that cannot be multiplied.
     """
     if nodes < 1:
         raise ProfileError(f"a cluster needs nodes >= 1, got {nodes}")

@@ -32,17 +32,27 @@ from pydantic import Field, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.instances import check_covered, instance_names, instances_of
-from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts import GpuPart, LinkPart, PartFit, load_gpu, load_link, shorthand
+from parsim.hardware.parts import (
+    GpuPart,
+    LinkPart,
+    Network,
+    PartFit,
+    check_covered,
+    instance_names,
+    instances_of,
+    load_gpu,
+    load_link,
+    load_network,
+    shorthand,
+)
 from parsim.hardware.profile import (
     Communication,
     DeviceEntry,
     DeviceTypeEntry,
     HostOverhead,
     LinkEntry,
-    LinkKindEntry,
     LinkModel,
+    LinkNumbers,
     LinkProtocol,
     NicSlot,
     Noise,
@@ -192,13 +202,13 @@ def _operator_fits(part: GpuPart, fit: PartFit) -> list[OperatorFit]:
     ]
 
 
-def _links(direct: LinkPart, host: LinkPart, number: int) -> tuple[list[LinkEntry], list[NicSlot], dict[str, LinkKindEntry]]:
+def _links(direct: LinkPart, host: LinkPart, number: int) -> tuple[list[LinkEntry], list[NicSlot], dict[str, LinkNumbers]]:
     """The links of a node, the slots for its network cards, and the kinds of link."""
     if host.socket_bytes_per_s is None:
         raise ProfileError(f'{host.name} joins no host: a host_link has form = "host" and socket_bytes_per_s')
 
-    def kind(part: LinkPart, rate: Sourced) -> LinkKindEntry:
-        return LinkKindEntry(bandwidth_bytes_per_s=_named(rate, part), latency_s=_named(part.latency_s, part))
+    def kind(part: LinkPart, rate: Sourced) -> LinkNumbers:
+        return LinkNumbers(bandwidth_bytes_per_s=_named(rate, part), latency_s=_named(part.latency_s, part))
 
     kinds = {HOST: kind(host, host.bandwidth_bytes_per_s), SOCKETS: kind(host, host.socket_bytes_per_s)}
     if direct.form != "host":
@@ -364,11 +374,8 @@ class PartsFile(ProfileRecord):
 
 
 def read_parts_file(path: Path) -> Profile:
-    """The profile that a TOML file describes by its parts.
-
-    Raises:
-        ProfileError: no such file, not TOML, a wrong key (with its path), or an unknown part.
-    """
+    """The profile that a TOML file describes by its parts. Raises ProfileError: no such file, not TOML, a wrong key (with
+    its path), or an unknown part."""
     try:
         document = parse_toml(read_text(path))
     except FileNotFoundError as error:
@@ -388,14 +395,8 @@ def read_parts_file(path: Path) -> Profile:
 
 
 def parts_file_text(gpu: str, count: int | None = None, link: str | None = None, network: str | None = None) -> str:
-    """The text of a commented file of at most `MOST_LINES` lines, which loads as it is.
-
-    Args:
-        gpu, count, link: as `profile_from_parts` takes them. network: named in the example of a run file.
-
-    Raises:
-        ProfileError: an unknown part or network.
-    """
+    """The text of a commented file of at most `MOST_LINES` lines, which loads as it is. `network`: named in the example of a
+    run file. Raises ProfileError: an unknown part or network."""
     part = load_gpu(gpu)
     joined = load_link(link or part.link)
     number = count or part.gpus_per_node
@@ -441,7 +442,7 @@ def parts_file_text(gpu: str, count: int | None = None, link: str | None = None,
 
 
 def _fits(part: GpuPart) -> list[str]:
-    """One line per fit: what it is, on how many rows, and its error on rows it had not seen."""
+    """One line per fit: what it is, on how many rows, and its error."""
     lines = []
     for fit in part.fits:
         rows = f"{fit.points:,} rows" if fit.points else f"no rows of its own, from {', '.join(fit.transferred_from[:4])}"

@@ -120,7 +120,6 @@ class DeviceType:
     """The rates and memory of one type of device; every number comes from a profile, which keeps its source.
 
     Attributes:
-        kind: a row of `DEVICE_KINDS` or "package.module:ROW".
         peak_flop_per_s: by precision, a row of `parsim.model.formats` ("fp32", "amp_fp16") or "package.module:ROW"; one left
             out cannot be used.
         context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.

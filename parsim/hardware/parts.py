@@ -1,31 +1,38 @@
-"""Hardware from parts: GPUs and links by name, one JSON file each, every number with its source, as in a profile.
-
-Pydantic checks them at the boundary; `parsim.hardware.compose` makes a Profile of them. A network is a part too, with its own
-file format (`parsim.hardware.network`).
+"""Hardware by name: GPUs, links, networks and instances of clouds, one JSON file each, every number with its source, as in a
+profile. `parsim.hardware.compose` makes a Profile of GPUs and links.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from parsim.errors import ProfileError
-from parsim.hardware.instances import CloudInstance, check_covered, instances_of
+from parsim.errors import MissingDependencyError, ProfileError
+from parsim.files import NO_CONTROL, cache_folder, control_character_in, parse_json, read_text, reading, write_text_atomically
 from parsim.hardware.profile import DeviceNumbers, LinkNumbers, LinkProtocol, Sourced, SourcedFile, SourceEntry
 from parsim.hardware.records import (
     Count,
     HeldOut,
     KernelFit,
+    NonNegative,
     Positive,
     ProfileRecord,
     WholeModels,
     is_path,
     load_record,
+    parse_record,
+    problems_text,
     shipped,
+    shipped_text,
+    to_text,
 )
 
 LinkForm = Literal["switch", "mesh", "pairs", "cube", "host"]
@@ -35,18 +42,13 @@ host's PCIe switches alone."""
 
 class PartFit(KernelFit):
     """A fit for this GPU in several precisions; with the chip's own numbers it becomes an `OperatorFit` for each.
-
-    Attributes:
-        transferred_from: other GPUs, where this one has no rows of its own.
-    """
+    transferred_from: other GPUs, where this one has no rows of its own."""
 
     precisions: Annotated[list[str], Field(min_length=1)]
     transferred_from: list[str] = []
 
 
 class PartEfficiency(WholeModels):
-    """`WholeModels` on this GPU, in several precisions."""
-
     precisions: Annotated[list[str], Field(min_length=1)]
 
 
@@ -122,22 +124,17 @@ class LinkPart(LinkNumbers, SourcedFile):
 
 
 def shipped_gpus() -> list[str]:
-    """Names of the GPUs that come with the package."""
     return shipped("parts", "gpus")
 
 
 def shipped_links() -> list[str]:
-    """Names of the links that come with the package."""
     return shipped("parts", "links")
 
 
 @lru_cache(maxsize=64)
 def load_gpu(name_or_path: str) -> GpuPart:
-    """A GPU by name ("h100-sxm"), by alias ("h100"), by the driver's name ("NVIDIA H100 PCIe") or by the path of a JSON file.
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
-    """
+    """A GPU by name ("h100-sxm"), by alias ("h100"), by the driver's name ("NVIDIA H100 PCIe") or by the path of a JSON
+    file. Raises ProfileError as `load_record`."""
     try:
         return load_record(GpuPart, ("parts", "gpus"), "GPU", driver_name(name_or_path) or name_or_path, ALIASES["gpus"])
     except ProfileError:
@@ -147,7 +144,7 @@ def load_gpu(name_or_path: str) -> GpuPart:
 
 @lru_cache(maxsize=64)
 def load_link(name_or_path: str) -> LinkPart:
-    """A link by name ("nvswitch-4"), by alias or by path. Raises ProfileError as `load_gpu`."""
+    """A link by name ("nvswitch-4"), by alias or by path. Raises ProfileError as `load_record`."""
     return load_record(LinkPart, ("parts", "links"), "link", name_or_path, ALIASES["links"])
 
 
@@ -247,7 +244,6 @@ class Machines:
 
     @property
     def node(self) -> str:
-        """One of the nodes, as a shorthand."""
         if self.instance is not None:
             return self.instance.node
         return f"{self.gpus_per_node}x{self.gpu}" + (f"@{self.link}" if self.link else "")
@@ -260,7 +256,6 @@ def shorthand(text: str) -> tuple[int, str, str | None] | None:
 
 
 def is_shorthand(text: str) -> bool:
-    """Whether a text has the form COUNTxGPU, or names instances of a cloud."""
     return shorthand(text) is not None or instances_of(text) is not None
 
 
@@ -304,3 +299,343 @@ def machines_of(text: str, per_node: int | None = None) -> Machines:
             f"{below:,} or {below + usual:,}, or set cluster.gpus_per_node and cluster.nodes"
         )
     return Machines(gpu, usual, count // usual, link)
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+#
+# A network joins the nodes of a cluster: the bandwidth of one card, the latency of a message, the efficiency of the library's
+# protocols, and leaf switches that serve `nodes_per_leaf` nodes each, joined by one spine, which represents all spine switches.
+
+
+Algorithm = Literal["ring", "tree", "hierarchical"]
+CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
+"""Network cards of a node: each is an object of its own, and a billion of them would take gigabytes."""
+
+
+class Card(LinkNumbers):
+    """One network card (one rail): the bandwidth that a collective reaches, and the latency to its leaf. per_node: None: one
+    in each slot of the profile."""
+
+    per_node: CardCount | None = None
+
+
+class Fabric(ProfileRecord):
+    """Two levels of switches.
+
+    Attributes:
+        oversubscription: capacity of a leaf's cards over that of its uplinks; 1 never blocks.
+        uplink_latency_s: one way, from a leaf to the spine.
+    """
+
+    nodes_per_leaf: Annotated[int, Field(ge=1)]
+    oversubscription: Sourced
+    uplink_latency_s: Sourced
+
+
+class NetworkProtocol(ProfileRecord):
+    """One algorithm under one protocol of the library between nodes.
+
+    Attributes:
+        hop_s: per step over the network, beside the latency of the links. efficiency: of the card's bandwidth.
+        inside_efficiency: of the rate that rings reach inside a node under the same protocol; inside_source says why.
+    """
+
+    algorithm: Literal["ring", "tree"]
+    protocol: str
+    hop_s: NonNegative
+    efficiency: Positive
+    inside_efficiency: Positive = 1.0
+    source: str
+    inside_source: str | None = None
+
+
+class NetworkPoint(ProfileRecord):
+    """One collective that was measured between nodes (or "send_recv", from the first device to the last).
+
+    Attributes:
+        machine: a node, in the form of --on or as a profile's path. hosts: per node the numbers of its devices.
+    """
+
+    operation: str
+    machine: str
+    hosts: Annotated[list[list[int]], Field(min_length=2)]
+    size_bytes: Annotated[int, Field(gt=0)]
+    seconds: Positive
+    source: str
+
+
+class Network(SourcedFile):
+    """The whole file.
+
+    Attributes:
+        algorithms: which all_reduces the library has here. relative_sigma: spread of the times over it.
+        points: that the protocols were fitted to. measured_sigma: the spread of groups of their operation and shape.
+    """
+
+    sources: dict[str, SourceEntry]
+    card: Card
+    fabric: Fabric
+    protocols: Annotated[list[NetworkProtocol], Field(min_length=1)]
+    algorithms: list[Algorithm] = Field(default=["ring", "tree", "hierarchical"], min_length=1)
+    relative_sigma: Sourced
+    points: list[NetworkPoint] = Field(default=[])
+    measured_sigma: Sourced | None = None
+
+    def sigma(self, operation: str, members: list[int]) -> float:
+        """Relative spread of an operation over nodes with so many members each."""
+        alike = any(point.operation == operation and [len(host) for host in point.hosts] == members for point in self.points)
+        return self.measured_sigma.value if self.measured_sigma is not None and alike else self.relative_sigma.value
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Network:
+        if self.fabric.oversubscription.value < 1:
+            raise ValueError(f"a fabric needs an oversubscription >= 1, got {self.fabric.oversubscription.value:g}")
+        if not any(entry.algorithm == "ring" for entry in self.protocols):
+            raise ValueError("protocols must hold at least one of the ring, on which every collective can run")
+        return self
+
+
+def shipped_networks() -> list[str]:
+    return shipped("networks")
+
+
+def load_network(name_or_path: str) -> Network:
+    """A network by shipped name or by path. Raises ProfileError as `load_record`."""
+    return load_record(Network, ("networks",), "network", name_or_path, {})
+
+
+def save_network(network: Network, path: Path) -> None:
+    write_text_atomically(path, to_text(network.model_dump(mode="json")))
+
+
+def with_cards(network: Network, per_node: int) -> Network:
+    """A network with so many cards (>= 1) per node; more than the machine has slots share them."""
+    return network.model_copy(update={"card": network.card.model_copy(update={"per_node": per_node})})
+
+
+# --- instances of clouds ----------------------------------------------------------------------------------------------
+#
+# Sizes come from the providers' pages, prices from a catalogue that the file names. `refresh` asks gpuhunt for newer prices and
+# keeps them for this user; every answer names the date of the price it took.
+
+
+class InstanceSizes(ProfileRecord):
+    """One type, as its file has it.
+
+    Attributes:
+        gpu, gpus: the part and how many; or `profile`, a measured machine. link: between them, where it is not the usual one.
+        network, cards_per_node: between such instances. no_network: what joins them instead, where no shipped network is.
+        usd_per_hour: of one instance on demand; None: not in the catalogue.
+    """
+
+    gpus: Count
+    gpu: str | None = None
+    profile: str | None = None
+    link: str | None = None
+    network: str | None = None
+    cards_per_node: Count | None = None
+    no_network: str = ""
+    usd_per_hour: Positive | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InstanceSizes:
+        if (self.gpu is None) == (self.profile is None):
+            raise ValueError("an instance has either a gpu or a profile")
+        if (self.network is None) == (not self.no_network):
+            raise ValueError("an instance has either a network, or no_network that says what it has")
+        return self
+
+
+class CloudFile(SourcedFile):
+    """The types of one provider. families: other names, such as "p5" for the largest of its family."""
+
+    sources: dict[str, SourceEntry]
+    sizes_source: str
+    price_source: str | None = None
+    priced_as_of: str = ""
+    families: dict[str, str] = Field(default_factory=dict)
+    instances: Annotated[dict[str, InstanceSizes], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloudInstance:
+    """A type by name. usd_per_gpu_hour, price_source: None and "" where the catalogue has no price of it."""
+
+    name: str
+    cloud: str
+    sizes: InstanceSizes
+    usd_per_gpu_hour: float | None
+    price_source: str
+
+    def table(self, nodes: int) -> dict[str, object]:
+        """The keys of [cluster] that it stands for."""
+        sizes = self.sizes
+        table: dict[str, object] = (
+            {"profile": sizes.profile} if sizes.profile else {"gpu": sizes.gpu, "gpus_per_node": sizes.gpus}
+        )
+        table |= {"link": sizes.link} if sizes.link else {}
+        if nodes > 1 and sizes.network is not None:
+            table["network"] = sizes.network
+            table |= {"cards_per_node": sizes.cards_per_node} if sizes.cards_per_node else {}
+        return table
+
+    @property
+    def node(self) -> str:
+        """One of them, as `parsim.hardware.compose.load_profile` takes it."""
+        sizes = self.sizes
+        return sizes.profile or f"{sizes.gpus}x{sizes.gpu}" + (f"@{sizes.link}" if sizes.link else "")
+
+    def to_dict(self) -> dict[str, object]:
+        sizes = self.sizes
+        return {
+            "cloud": self.cloud,
+            "gpus": sizes.gpus,
+            "machine": self.node,
+            "network": sizes.network,
+            "network_text": sizes.network or sizes.no_network,
+            "usd_per_hour": None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * sizes.gpus,
+            "price_source": self.price_source,
+        }
+
+
+UNCOVERED: tuple[tuple[str, str], ...] = (
+    (r"(tpu-?)?v\d+(p|e|lite|litepod|x)?(-\d+)?(-tpu)?|ct\d+(e|p|lp|l)?-.*|tpu.*|ironwood.*", "TPUs of Google"),
+    (r"(trn|inf)\d.*|trainium\d*|inferentia\d*", "Trainium and Inferentia of AWS"),
+    (r"dl1\..*|dl2q\..*|(hl-?)?gaudi[ -]?\d?.*|hpu.*", "Gaudi of Intel and Qualcomm's cards"),
+    (r"(apple[ -]?)?m\d([ -]?(pro|max|ultra))?|mac.*|mps", "GPUs of Apple"),
+    (r".*(gb[23]00).*|a4x-.*|p6e-.*", "single trays of a rack of 72 GPUs"),
+)
+"""Names of accelerators that no part describes, and what they are."""
+RACK = "ask for the rack as 72xgb200 or 72xgb300, which its NVLink joins"
+COVERED = "parsim prices GPUs of NVIDIA and AMD; describe another device in a JSON file as hardware_profiles/README.md says"
+
+
+def check_covered(name: str) -> None:
+    """Raise ProfileError, in one sentence, for an accelerator by a well-known name that parsim does not cover."""
+    kind = next((what for pattern, what in UNCOVERED if re.fullmatch(pattern, name, re.IGNORECASE)), None)
+    if kind is not None and name.lower() not in ("gb200", "gb300"):
+        raise ProfileError(f"{name}: {kind} are not covered; {RACK if 'rack' in kind else COVERED}")
+
+
+@lru_cache(maxsize=1)
+def clouds() -> Mapping[str, CloudFile]:
+    """The shipped files by provider."""
+    return {name: parse_record(CloudFile, shipped_text("clouds", name), name, "cloud") for name in shipped("clouds")}
+
+
+def _key(name: str) -> str:
+    """`ml.p5.48xlarge`, `Standard_ND96isr_H100_v5` and `nd96isr_h100_v5` without what may be left out."""
+    return re.sub(r"^(ml\.|standard_)", "", name.strip().lower())
+
+
+@lru_cache(maxsize=1)
+def _by_key() -> Mapping[str, tuple[str, str]]:
+    """Cloud and name of every type by its key; families too."""
+    found = {_key(name): (cloud, name) for cloud, file in clouds().items() for name in file.instances}
+    families = {_key(other): (cloud, name) for cloud, file in clouds().items() for other, name in file.families.items()}
+    return families | found
+
+
+def instance_names() -> list[str]:
+    return [name for file in clouds().values() for name in file.instances]
+
+
+def instance_named(name: str) -> CloudInstance | None:
+    """A type by name, whatever its case; None: it is none. Prices are those of `refresh` where there are any."""
+    if (place := _by_key().get(_key(name))) is None:
+        return None
+    cloud, known = place
+    file = clouds()[cloud]
+    sizes = file.instances[known]
+    refreshed = _refreshed().get(known)
+    usd, source = sizes.usd_per_hour, f"{known}, on demand, {file.priced_as_of}"
+    if refreshed is not None:
+        usd, source = refreshed.usd_per_hour, f"{known}, on demand in {refreshed.region}, {refreshed.as_of}"
+    return CloudInstance(
+        name=known,
+        cloud=cloud,
+        sizes=sizes,
+        usd_per_gpu_hour=None if usd is None else usd / sizes.gpus,
+        price_source="" if usd is None else source,
+    )
+
+
+def instances_of(text: str) -> tuple[int, CloudInstance] | None:
+    """How many of which: of "p5.48xlarge", or of "2xp5.48xlarge"; None: no instance type."""
+    if (found := instance_named(text)) is not None:
+        return 1, found
+    form = re.fullmatch(r"\s*(\d[\d_,]*)\s*x\s*(\S+)\s*", text)
+    found = None if form is None else instance_named(form[2])
+    if form is None or found is None:
+        return None
+    if (count := int(re.sub("[_,]", "", form[1]))) < 1:
+        raise ProfileError(f"{text!r}: at least one instance is needed")
+    return count, found
+
+
+# Newer prices, kept for this user.
+
+
+GPUHUNT = {"aws": "aws", "azure": "azure", "gcp": "gcp", "oci": "oci", "lambda": "lambdalabs"}
+"""Providers by gpuhunt's names."""
+HOME = {"aws": "us-east-1", "azure": "eastus", "gcp": "us-central1"}
+"""Regions whose price is taken where they have one; else the lowest."""
+
+
+class RefreshedPrice(ProfileRecord):
+    """One type of `refresh`: dollars of an hour on demand, the region, who told it and when."""
+
+    usd_per_hour: Positive
+    region: str
+    as_of: str
+
+
+def _refreshed() -> Mapping[str, RefreshedPrice]:
+    file = cache_folder("prices") / "clouds.json"
+    if not file.is_file():
+        return {}
+    fix = "remove it, or write it again with `parsim profile prices --refresh`"
+    with reading(f"{file} is damaged", ProfileError, fix):
+        rows = parse_json(read_text(file))
+        if character := control_character_in(rows):
+            raise ValueError(f"{character}: {NO_CONTROL}")
+        try:
+            return {str(name): RefreshedPrice.model_validate(row) for name, row in rows.items()}
+        except ValidationError as error:
+            raise ValueError(problems_text(error, "price")) from error
+
+
+def refresh() -> int:
+    """Ask gpuhunt for the prices of all types and keep them. Returns how many it had. Raises MissingDependencyError without
+    gpuhunt; ProfileError: no answer from its catalogue."""
+    try:
+        import gpuhunt  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--refresh asks the catalogue of gpuhunt: pip install gpuhunt; without it the shipped prices and their dates stay"
+        ) from error
+    kept: dict[str, dict[str, object]] = {}
+    try:
+        for cloud, provider in GPUHUNT.items():
+            _keep_cheapest(kept, cloud, gpuhunt.query(provider=provider, spot=False))
+    except Exception as error:  # whatever a network can answer
+        raise ProfileError(f"gpuhunt's catalogue cannot be read: {error}; the shipped prices and their dates stay") from error
+    folder = cache_folder("prices")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(folder / "clouds.json", json.dumps(kept, indent=1) + "\n")
+    return len(kept)
+
+
+def _keep_cheapest(kept: dict[str, dict[str, object]], cloud: str, items: list[object]) -> None:
+    names = {_key(name): name for name in clouds()[cloud].instances}
+    as_of = f"gpuhunt, {date.today().isoformat()}"
+    best: dict[str, tuple[bool, float, str]] = {}
+    for item in items:
+        name = names.get(_key(str(getattr(item, "instance_name", ""))))
+        price, region = getattr(item, "price", None), str(getattr(item, "location", ""))
+        if name is None or not price:
+            continue
+        offer = (not region.startswith(HOME.get(cloud, "?")), float(price), region)
+        best[name] = min(best.get(name, offer), offer)
+    for name, (_, price, region) in best.items():
+        kept[name] = {"usd_per_hour": price, "region": region, "as_of": as_of}

@@ -144,10 +144,6 @@ class DeviceEntry(ProfileRecord):
     core: int | None = None
 
 
-class LinkKindEntry(LinkNumbers):
-    """Shared by all links of the kind."""
-
-
 class LinkEntry(ProfileRecord):
     a: str
     b: str
@@ -206,7 +202,7 @@ class LinkProtocol(ProfileRecord):
     """One algorithm under one protocol of the library: how long it takes, and how the library's own tuner rates it.
 
     seconds = base_s + steps * hop_s + traffic / (efficiency * rings * bandwidth of a lane); for the steps and the traffic
-    of each operation see `parsim.costs.communication.collectives`. With "nvls" the switch adds and copies (`intranode` there).
+    of each operation see `parsim.costs.communication.collectives`. With "nvls" the switch adds and copies (`algorithms` there).
     The tuner_ numbers enter the same formula and only decide which protocol is used: the one with the least tuner time.
     """
 
@@ -231,8 +227,7 @@ class LinkModel(ProfileRecord):
         links.
         tuner_bandwidth_bytes_per_s: of one lane, as the tuner counts it.
         point_to_point_base_s: latency of one send_recv. measured_groups: the groups of devices that the points cover.
-        point_sources: sources of the profile's points that the model was fitted to; all others price their own groups. None,
-        in files from before there was the key: every all_reduce on a measured group.
+        point_sources: sources of the profile's points that the model was fitted to; all others price their own groups.
         relative_sigma: spread of the measured points around the fit, from min_size_bytes to max_size_bytes.
         unmeasured_group_sigma: further spread for a group unlike any measured one (from leaving one group out).
     """
@@ -245,7 +240,7 @@ class LinkModel(ProfileRecord):
     relative_sigma: NonNegative
     unmeasured_group_sigma: NonNegative
     measured_groups: list[list[int]]
-    point_sources: list[str] | None = None
+    point_sources: list[str] = []
     min_size_bytes: int
     max_size_bytes: int
     source: str
@@ -414,16 +409,14 @@ class Update(ProfileRecord):
 
 
 class Profile(SourcedFile):
-    """The whole file.
-
-    Attributes: today: how fast the machine was since the calibration (`parsim.hardware.speed_factor`); None: nobody looked.
-    """
+    """The whole file. today: how fast the machine was since the calibration (`parsim.hardware.speed_factor`); None: nobody
+    looked."""
 
     provenance: Provenance
     sources: dict[str, SourceEntry]
     device_types: dict[str, DeviceTypeEntry]
     devices: list[DeviceEntry]
-    link_kinds: dict[str, LinkKindEntry] = {}
+    link_kinds: dict[str, LinkNumbers] = {}
     links: list[LinkEntry] = []
     nics: list[NicSlot] = []
     nics_source: str | None = None
@@ -466,19 +459,13 @@ class Profile(SourcedFile):
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
     return shipped()
 
 
 def parse_profile(text: str, where: str) -> Profile:
-    """Check a profile's JSON text; `where` names it in messages.
-
-    Raises:
-        ProfileError: names the first wrong keys and their values.
-    """
+    """Check a profile's JSON text; `where` names it in messages. Raises ProfileError: the first wrong keys and their values."""
     return parse_record(Profile, text, where, "profile", otherwise="calibrate again")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically: a stopped process leaves the old file or the new one."""
     write_text_atomically(path, to_text(profile.model_dump(mode="json")))

@@ -65,11 +65,8 @@ def _render(node: Any, depth: int) -> str:
 
 
 def from_text(text: str, where: str, what: str = "profile") -> Any:
-    """The document of a text that `to_text` may have written; `what` and `where` name it in errors.
-
-    Raises:
-        ProfileError: text that is not JSON, or a table whose rows do not fit its columns.
-    """
+    """The document of a text that `to_text` may have written; `what` and `where` name it in errors. Raises ProfileError:
+    text that is not JSON, or a table whose rows do not fit its columns."""
     try:
         document = parse_json(text)
     except json.JSONDecodeError as error:
@@ -125,25 +122,20 @@ def shipped(*folder: str) -> list[str]:
 
 
 def shipped_text(*path: str) -> str:
-    """The text of a file of hardware_profiles, without its .json."""
     return importlib.resources.files("hardware_profiles").joinpath(*path[:-1], f"{path[-1]}.json").read_text("utf-8")
 
 
 def is_path(name_or_path: str) -> bool:
-    """Whether a text is the path of a JSON file rather than a name."""
     return name_or_path.endswith(".json") or os.sep in name_or_path
 
 
 def load_record(
     record: type[Record], folder: tuple[str, ...], what: str, name_or_path: str, aliases: Mapping[str, str]
 ) -> Record:
-    """A network or a part by shipped name, by alias or by the path of a JSON file.
+    """A network or a part by shipped name, by alias or by the path of a JSON file in a folder of hardware_profiles.
 
-    Args:
-        record: what the file holds. folder: of hardware_profiles. what: it is, for messages.
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
+    `what`: it is, for messages. Raises ProfileError: an unknown name (with near matches), or a broken file (with the path of
+    the wrong key).
     """
     describe = "describe your own in a JSON file as hardware_profiles/README.md says, and give its path"
     if is_path(name_or_path):
@@ -163,11 +155,8 @@ def load_record(
 def parse_record(record: type[Record], text: str, where: str, what: str, *, otherwise: str = README) -> Record:
     """Check the JSON text of a profile, a network or a part.
 
-    Args:
-        record: what the text describes. where: its name in messages. what: it is. otherwise: what to do instead of a repair.
-
-    Raises:
-        ProfileError: names the first wrong keys and their values.
+    `what` and `where` name it in messages; `otherwise`: what to do instead of a repair. Raises ProfileError: the first wrong
+    keys and their values.
     """
     document = from_text(text, where, what)
     if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
@@ -346,8 +335,6 @@ class KernelFit(ProfileRecord):
 
 
 class OperatorFit(KernelFit):
-    """A fit for one device type in one precision."""
-
     precision: str
     device_type: str
 
@@ -365,8 +352,6 @@ class WholeModels(ProfileRecord):
 
 
 class Efficiency(WholeModels):
-    """`WholeModels` on one device type in one precision."""
-
     precision: str
     device_type: str
 

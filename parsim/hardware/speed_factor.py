@@ -1,19 +1,13 @@
 """The machine's speed factor: how many times as long the same work takes now as while the machine was calibrated.
 
-One fixed training step, the probe (`parsim.execute.processes.speed_probe`), is timed whenever it matters:
+It is the seconds of one fixed training step, the probe (`parsim.execute.processes.speed_probe`), now over those while
+calibrating, of which the profile keeps the means of one rank alone and of a rank on every core (`noise.probe`); in between in
+proportion to the ranks that compute at once. "Now" is one of two:
 
-    seconds of the probe now / seconds of the probe while calibrating      per rank
-
-Where it is measured. While calibrating, before and after every measurement. The profile keeps the means (`noise.probe`)
-of one rank alone and of a rank on every core. Between the two, the value is in proportion to the ranks that compute at
-once. "Now" is one of two:
-    since   `parsim calibrate --refresh PROFILE` measures again for 20 seconds; the profile keeps it (`today`): one factor.
-    beside  `parsim validate` and `parsim demo` measure before and after every round: one factor per rank and round. A
-            training on cores is measured before and after its steps.
-
-How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
-(`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the
-speed that the machine had then (`parsim.predict.evaluate`), relative to the last look that the profile keeps.
+    since   `parsim calibrate --refresh PROFILE` measures again; the profile keeps it (`today`). One factor, which is the
+            adjustment "speed factor" of every price (`parsim.costs.adjustments`)
+    beside  `parsim validate` and `parsim demo` measure around every round, a training on cores around its steps. One factor per
+            rank and round, relative to the last look that the profile keeps: a second prediction (`parsim.predict.evaluate`)
 
 Leaves out: that some work depends less on the speed of the cores than other work.
 """
@@ -42,7 +36,6 @@ class SpeedFactor:
 
     @classmethod
     def uniform(cls, factor: float) -> SpeedFactor:
-        """One factor for every rank and moment."""
         return cls(np.full((1, 1), factor))
 
     @property
@@ -60,11 +53,8 @@ class SpeedFactor:
 
 
 def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
-    """Since the calibration, by the last `parsim calibrate --refresh`; 1 where nobody looked since.
-
-    Args:
-        active: how many cores compute at once (None: all).
-    """
+    """Since the calibration, by the last `parsim calibrate --refresh`; 1 where nobody looked. `active`: cores that compute
+    at once (None: all)."""
     calibrated = None if profile.noise is None else profile.noise.probe
     if calibrated is None or profile.today is None:
         return SpeedFactor.uniform(1.0)
@@ -72,11 +62,8 @@ def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
 
 
 def speed_beside(profile: Profile, probe_s: Floats, ranks: int) -> SpeedFactor | None:
-    """Beside a run, on each of its ranks; None where the run or the calibration did not probe.
-
-    Args:
-        probe_s: float64 [cores, rounds], of the first rank on each core that the plan uses.
-    """
+    """Beside a run, on each of its ranks; None where the run or the calibration did not probe. `probe_s`: float64 [cores,
+    rounds], of the first rank on each core that the plan uses."""
     then_s = probe_seconds(profile, len(probe_s))
     if then_s is None or not probe_s.size:
         return None

@@ -46,16 +46,12 @@ class Link:
         return self.lanes * self.bandwidth_bytes_per_s
 
     def other(self, end: str) -> str:
-        """The end that is not `end`."""
         return self.b if end == self.a else self.a
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The link graph; device i is the endpoint `parsim.hardware.devices.device_name(i)`.
-
-    The links at each end and the hash are computed once per topology and cached.
-    """
+    """The link graph; device i is the endpoint `parsim.hardware.devices.device_name(i)`."""
 
     links: tuple[Link, ...]
 
@@ -93,9 +89,8 @@ class Topology:
         """Lanes of `kind` that join `a` and `b` directly."""
         return sum(link.lanes for link in self.between(a, b) if link.kind == kind)
 
-    def path(self, a: str, b: str, *, without_kind: str | None = None, only_kind: str | None = None) -> tuple[Link, ...]:
-        """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind` or on `only_kind` alone; empty
-        if there is none.
+    def path(self, a: str, b: str, *, only_kind: str | None = None) -> tuple[Link, ...]:
+        """The links of a path with the fewest links from `a` to `b` (on links of `only_kind` alone); empty if there is none.
 
         Traffic passes through switches, sockets and the network, never through another device.
         """
@@ -108,7 +103,7 @@ class Topology:
                     there = link.other(here)
                     if there == a or there in came or (there != b and role_of(there) in DEVICE_ROLES):
                         continue
-                    if link.kind == without_kind or (only_kind is not None and link.kind != only_kind):
+                    if only_kind is not None and link.kind != only_kind:
                         continue
                     came[there] = (here, link)
                     reached.append(there)

@@ -25,9 +25,7 @@ ADAPTER = "default"
 
 class AdaptedLinear(nn.Module):
     """y = W x + b + (alpha / r) B A x, with W and b frozen; B begins at zero, so that the module begins as it was.
-
-    Source: Hu et al. 2021, section 4.1; initial values as in peft/tuners/lora/layer.py, reset_lora_parameters.
-    """
+    Source: Hu et al. 2021, section 4.1; initial values as in peft/tuners/lora/layer.py, reset_lora_parameters."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, tuning: Tuning) -> None:
         super().__init__()
@@ -48,10 +46,7 @@ class AdaptedLinear(nn.Module):
 
 def adapt(module: nn.Module, tuning: Tuning | None) -> nn.Module:
     """The module, of which `tuning` trains a part; it is changed in place.
-
-    Raises:
-        ModelError: no layer is among the targets, or the module has no last linear layer that could be trained alone.
-    """
+    Raises ModelError: no layer is among the targets, or the module has no last linear layer that could be trained alone."""
     if tuning is None or tuning.method == "full":
         return module
     layers = _linear_layers(module)

@@ -1,4 +1,4 @@
-"""The module of a model spec, real or without memory for its weights."""
+"""The module of a model spec, real or without memory for its weights; what it takes and gives, and batches of that."""
 
 from __future__ import annotations
 
@@ -12,27 +12,41 @@ import sysconfig
 import traceback
 import typing
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import FactoryError, ModelError
-from parsim.model.catalogue.hugging_face import module_from_config, read_config
+from parsim.errors import FactoryError, MissingDependencyError, ModelError, TraceError
+from parsim.model.catalogue.hugging_face import default_inputs, default_loss, module_from_config, read_config
+from parsim.model.catalogue.names import is_transformer
 from parsim.model.catalogue.zoo import ZOO
-from parsim.model.spec import ModelSpec, is_config, resolve
-from parsim.model.trace.trace import require_torch
+from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
+from parsim.model.model import COUPLED, MIXING, Model
+from parsim.model.objective import BINARY, Objective, OutputKind, Settled, parse_objective, settle
+from parsim.model.spec import CONTROL_FLOW, EXAMPLE, ModelSpec, is_config, resolve
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from parsim.model.runnable import Runnable
+
+
+def require_torch(purpose: str) -> None:
+    """Raises MissingDependencyError that says how to get torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"torch is needed to {purpose}, and it is not installed; install parsim[torch], or use a preset or saved Model"
+        ) from error
+
 
 def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
-
-    Raises:
-        ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
-        MissingDependencyError: torch is not installed.
-    """
+    Raises ModelError: the factory cannot be found or refuses its arguments, or no layer is among the targets of adapters.
+    MissingDependencyError: torch is not installed."""
     require_torch(f"build {spec.name}")
     from parsim.model.adapters import adapt
 
@@ -89,10 +103,8 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
 
 def _check_factory(name: str, factory: object) -> None:
     """Raise ModelError for what makes no module, before it is called: a call may do anything.
-
     A class must be an nn.Module. A function must be one of Python, and either the user's own or annotated to return an
-    nn.Module. Those of the standard library and of installed packages do all kinds of things.
-    """
+    nn.Module. Those of the standard library and of installed packages do all kinds of things."""
     from torch import nn
 
     inner = inspect.unwrap(factory) if callable(factory) else factory
@@ -178,9 +190,7 @@ _factories: dict[str, list[tuple[object, str]]] = {}
 
 def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
     """`build_fake` of a resolved spec, or the module of the last call if that was for the same content: leave it unchanged.
-
-    One load asks several times. A module that has memory for its weights is not kept.
-    """
+    One load asks several times. A module that has memory for its weights is not kept."""
     from parsim.private import FakeTensor
 
     if (spec, content) in _kept_fake:
@@ -194,10 +204,7 @@ def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
 
 def content_of(spec: ModelSpec) -> str:
     """What the name of a spec stands for now: the text of a config, the source of a factory's file, "" for the zoo.
-
-    Raises:
-        ModelError: the file of a factory has changed since this process imported it.
-    """
+    Raises ModelError: the file of a factory has changed since this process imported it."""
     if is_config(spec.name):
         return json.dumps(read_config(spec), sort_keys=True)
     package, colon, function = spec.name.partition(":")
@@ -235,9 +242,7 @@ def check_real(module: nn.Module) -> None:
 
 def move_hollow(module: nn.Module, device: torch.device) -> None:
     """Move the module to a device whose memory its parameters and buffers do not take: they have no data from then on.
-
-    Shapes, strides and types stay, and so does every tensor's identity. That is all that a recording looks at.
-    """
+    Shapes, strides and types stay, and so does every tensor's identity. That is all that a recording looks at."""
     import torch
 
     state = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
@@ -262,3 +267,254 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
                     narrow = value.detach().to(dtype)
                     cast[id(value)] = nn.Parameter(narrow, value.requires_grad) if isinstance(value, nn.Parameter) else narrow
                 holder[key] = cast[id(value)]
+
+
+# What the model of a spec takes and gives: inputs, output, loss, and batches made of them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """What a model takes and gives, for one sample.
+
+    Attributes:
+        inputs: by the names of the arguments of `forward`, those with a batch first.
+        output: shape of what the loss reads; () where it reads all that is returned.
+        loss: text of an `Objective`, such as "cross_entropy". target: the targets; None where the inputs hold them.
+        positional: the only input has no name: `forward` takes *args alone.
+    """
+
+    inputs: tuple[ModelInput, ...]
+    output: tuple[int, ...]
+    loss: str
+    target: ModelInput | None
+    positional: bool = False
+
+    @property
+    def objective(self) -> Objective:
+        return parse_objective(self.loss)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample of the first input."""
+        return self.inputs[0].shape
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a sample is one row of token numbers."""
+        return len(self.inputs) == 1 and self.inputs[0].is_integer and len(self.input_shape) == 1
+
+    @property
+    def inputs_in_order(self) -> tuple[ModelInput, ...]:
+        """Inputs in the order in which a forward is given them. Needs torch."""
+        from parsim.model.trace.record import flatten_inputs
+
+        by_name = {each.name: each for each in self.inputs}
+        names, _ = flatten_inputs(*self.arguments({name: name for name in by_name}))
+        return tuple(by_name[name] for name in names)
+
+    def arguments(self, values: Mapping[str, InputLeaf]) -> tuple[tuple[InputLeaf, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the module from values by input name."""
+        return (tuple(values.values()), {}) if self.positional else ((), arguments(values))
+
+
+def interface_of(spec: ModelSpec) -> Interface:
+    """Inputs and output of one sample, and the loss. Needs torch for a factory or a Hugging Face config.
+    Raises ModelError: inputs that the module does not take, or an output that leaves the loss open."""
+    spec = resolve(spec)
+    if is_transformer(spec.name):
+        raise ModelError(
+            f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
+            "its Hugging Face config.json"
+        )
+    return _zoo_interface(spec) if spec.name in ZOO else _settled_interface(spec, content_of(spec))
+
+
+def _zoo_interface(spec: ModelSpec) -> Interface:
+    row, args = ZOO[spec.name], dict(spec.args)
+    shape: tuple[int, ...] = spec.input_shape or row.input_shape
+    classes = int(str(args[row.classes]))
+    if row.inputs == "image":
+        takes, output = ModelInput("x", shape), OutputKind((2, classes), "float32")
+    else:
+        takes = ModelInput("tokens", shape, dtype="int64", high=classes)
+        output = OutputKind((2, *shape, classes), "float32")
+    settled = settle(spec.name, {"": output}, 2, spec.objective(row.loss), tokens=False)
+    return Interface(inputs=(takes,), output=settled.output, loss=str(settled.objective), target=settled.target)
+
+
+@functools.lru_cache(maxsize=64)
+def _settled_interface(spec: ModelSpec, content: str) -> Interface:
+    """What a module takes, and what one forward says of its output; unless the spec says, the loss is that of its output.
+    `spec`: resolved, not of the zoo. `content`: of `content_of`."""
+    example = spec.control_flow == EXAMPLE
+    module = example_module(spec) if example else shared_fake(spec, content)
+    described, usual = spec.inputs, None
+    if is_config(spec.name):
+        described = spec.inputs or default_inputs(spec, module)
+        usual = None if spec.loss else default_loss(spec, module)
+    objective = spec.objective(usual)
+    inputs, positional = module_inputs(module, described, spec.input_shape, spec.name)
+    kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
+    batch = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
+    settled = settle_module(
+        module, *batch, name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output, example=example
+    )
+    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
+
+
+def settle_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    objective: Objective | None,
+    tokens: bool,
+    output: str | None,
+    example: bool,
+) -> Settled:
+    """What a module trains by, found by one fake forward of a batch, which code that depends on data follows if `example`.
+    Raises ModelError: as `settle`, which has the other arguments. TraceError: the forward fails."""
+    from parsim.model.total_loss import output_kinds
+    from parsim.model.trace.record import run_recorded
+
+    recording = run_recorded(module, args, kwargs, loss=None, example=example)
+    samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
+    kinds = output_kinds({name: recording.tensors[number] for name, number in recording.outputs.items()})
+    return settle(name, kinds, samples, objective, tokens=tokens, output=output)
+
+
+def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
+    """A batch of zeros by input name, for tracing; `weights`: torch's name of their type.
+    No dim 0 of a constant equals its number of samples."""
+    import torch
+
+    return {entry.name: entry.zeros(_samples(inputs), getattr(torch, weights)) for entry in inputs}
+
+
+def drawn_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
+    """`zero_batch` with random data of seed 0: the example that `control_flow` follows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {entry.name: entry.tensor(_samples(inputs), generator, getattr(torch, weights)) for entry in inputs}
+
+
+def _samples(inputs: tuple[ModelInput, ...]) -> int:
+    """Two, or the next number that is not a dim 0 of a constant."""
+    constants = {entry.shape[0] for entry in inputs if entry.constant and entry.shape}
+    return next(count for count in range(2, 3 + len(constants)) if count not in constants)
+
+
+def example_module(spec: ModelSpec) -> nn.Module:
+    """The module with real weights of seed 0, as the executor records it; torch's random state stays as it is."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_module(spec)
+
+
+def example_batch(
+    spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A random batch, the same for the same seed on every device.
+    Images and other float inputs are standard normal of `dtype` (None: float32); tokens and classes are uniform int64. Returns
+    (inputs by name, target), the first dim of each is `samples`. `Interface.arguments` makes arguments of them. The target is
+    None where the inputs hold it."""
+    require_torch("make an example batch")
+    return random_batch(interface_of(resolve(spec)), samples, seed=seed, dtype=dtype, device=device)
+
+
+def random_batch(
+    kind: Interface, samples: int, *, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`example_batch` for an interface."""
+    import torch
+
+    dtype = dtype or torch.float32
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {each.name: each.tensor(samples, generator, dtype).to(device) for each in kind.inputs}
+    if kind.target is None:
+        return inputs, None
+    target = kind.target.tensor(samples, generator, dtype)
+    if kind.objective.row.targets == BINARY:
+        target = (target > 0).to(dtype)
+    return inputs, target.to(device)
+
+
+def loss_of(spec: ModelSpec) -> str:
+    """The loss with which a model trains, as the text of an `Objective`."""
+    if spec.name in ZOO:
+        return str(spec.objective(ZOO[spec.name].loss))
+    return interface_of(resolve(spec)).loss
+
+
+def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface) -> str:
+    """`Model.loss_form`, after comparing a batch with its samples.
+    `model`: as traced. `module`: gives it with real weights. `kind`: its interface."""
+    from parsim.model.total_loss import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
+
+    objective = kind.objective
+    if model.loss_form in (COUPLED, MIXING):
+        return model.loss_form
+    if objective.adds_up and (model.parameter_count > MOST_ELEMENTS or model.forward_flop > MOST_FLOP):
+        return model.loss_form
+    if model.parameter_count > MOST_ELEMENTS:
+        return f"{model.loss_form} {UNCHECKED}".strip()
+    inputs, target = random_batch(kind, samples_judged(model.forward_flop))
+    constants = frozenset(entry.name for entry in kind.inputs if entry.constant)
+    return loss_form(module(), objective, model.loss_form, inputs, target, constants=constants, call=kind.arguments)
+
+
+# The components of a module as it is: what the executor runs.
+
+
+def record(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    granularity: str = "block",
+    loss: str | None = None,
+    control_flow: str = "refuse",
+) -> tuple[Runnable, ...]:
+    """Cut `module` into runnable components, for the batch, training mode, dtype and device of now.
+
+    Running them in order equals `module(*inputs)` bitwise: outputs, gradients, buffers. Nothing is computed here, and the
+    module is unchanged.
+
+    Args:
+        example_inputs: a Tensor, a tuple of positional or a dict of keyword inputs; dim 0 is the batch.
+        granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
+        loss: a row of `parsim.model.objective` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the
+            logits and an input "target".
+        control_flow: "refuse" code that depends on the values of tensors, or follow the "example" inputs and say so in the
+            Model's `assumptions`. Experts that a topk or argmax chooses need neither: they are taken as balanced.
+
+    Raises:
+        TraceError: if the forward depends on tensor values, or fails.
+        MissingDependencyError: without torch.
+    """
+    require_torch("record a module")
+    from parsim.model.trace.cut import runnables
+    from parsim.model.trace.traced import run_cut
+
+    args, kwargs = split_inputs(example_inputs)
+    example = follows_example(control_flow)
+    return runnables(*run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example), module)
+
+
+def follows_example(control_flow: str) -> bool:
+    """Whether code that depends on data follows the example. Raises TraceError for an unknown word."""
+    if control_flow not in CONTROL_FLOW:
+        raise TraceError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {control_flow!r}")
+    return control_flow == EXAMPLE
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of the module."""
+    if isinstance(example_inputs, Mapping):
+        return (), example_inputs
+    if isinstance(example_inputs, Sequence):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

@@ -6,7 +6,7 @@ pieces are taken to be cut so that all ranks have the same work (each an early a
 
 Experts are divided over ep ranks: a rank holds every ep-th part of them, and the tokens of ep ranks visit these. With
 balanced experts it has the work that it would have alone, over fewer weights. The fullest rank of ep has more visits than
-the mean (`parsim.model.routing`). A capacity factor replaces this: every expert computes that many times its mean, padded.
+the mean (`ExpertRouting`). A capacity factor replaces this: every expert computes that many times its mean, padded.
 
 Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Fedus et al., "Switch Transformers" (2022), section
 2.2.
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from statistics import NormalDist
+from typing import Any, Literal, TypeVar
 
 from parsim.errors import PlanError
 from parsim.model.component import (
@@ -35,7 +36,73 @@ from parsim.model.component import (
     Value,
 )
 from parsim.model.model import Model
-from parsim.model.routing import BALANCED, ExpertRouting
+
+# How tokens reach the experts that they visit, and come back: the bytes that travel, the fullest rank, and what hides them.
+#
+# A dispatcher either sends a token once for every expert that it visits ("all_to_all"), or once to every rank and node among
+# them ("deepep", "hybridep"). Of k visits spread at random over n places, n (1 - (1 - 1/n)^k) places have at least one.
+#
+# The fullest of ep ranks has more visits than the mean, by the mean of the largest of ep normal deviates. Their spread is that
+# of tokens that choose at random, and of experts that are chosen more often than others (`ExpertRouting.skew`).
+#
+# Sources: Megatron Core's MoE guide (--moe-token-dispatcher-type, --overlap-moe-expert-parallel-comm, --delay-wgrad-compute);
+# deepseek-ai/DeepEP README @dd758caf4518: tokens are forwarded from the network to NVLink, so each crosses once per node.
+#
+# Leaves out: experts that are chosen together, nodes to which a router keeps, and multiprocessors that a dispatcher takes.
+
+Dispatcher = Literal["all_to_all", "deepep", "hybridep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRouting:
+    """Attributes:
+    capacity_factor: visits that an expert has room for (and computes, padded) over their mean; 0: as many as come.
+    skew: standard deviation of the visits of single experts over their mean, beyond chance; 0: balanced.
+    dispatcher: what sends the tokens.
+    overlapped: exchanges run beside the computation of another microbatch.
+    delayed: gradients of the experts' weights are computed when the exchange behind them has begun.
+    """
+
+    capacity_factor: float = 0.0
+    skew: float = 0.0
+    dispatcher: Dispatcher = "all_to_all"
+    overlapped: bool = False
+    delayed: bool = False
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether a token travels once to each rank and node, however many experts it visits there."""
+        return self.dispatcher != "all_to_all"
+
+    def load(self, visits: float, experts: int, ways: int) -> float:
+        """Visits of the fullest of so many ranks over their mean.
+        `visits`: the mean of a rank. `experts`: of a rank."""
+        return self.capacity_factor or busiest_share(visits, ways, self.skew / math.sqrt(experts))
+
+
+BALANCED = ExpertRouting()
+
+
+def busiest_share(visits: float, ways: int, skew: float = 0.0) -> float:
+    """Visits of the fullest of so many ranks over their mean, if every visit chooses a rank at random.
+
+    1 + m sqrt((1 - 1/n) / mean + skew^2), with m the mean of the largest of n standard normal numbers (Blom's approximation).
+
+    Args:
+        visits: the mean of a rank. ways: ranks. skew: relative standard deviation of how likely ranks are chosen.
+    """
+    if ways == 1 or visits <= 0:
+        return 1.0
+    largest = NormalDist().inv_cdf((ways - 0.375) / (ways + 0.25))
+    return min(float(ways), 1.0 + largest * math.sqrt((1 - 1 / ways) / visits + skew**2))
+
+
+def places_visited(places: int, visits: int) -> float:
+    """The mean number of different places among so many visits, each at a place chosen at random."""
+    return places * (1 - (1 - 1 / places) ** visits)
+
+
+# The model of one rank.
 
 EXPERTS = re.compile(r"(^|\.)experts?\b")
 """In the name of a parameter: it belongs to an expert."""
@@ -46,14 +113,10 @@ def divided_model(
 ) -> Model:
     """The model of one rank; the same object for cp = ep = 1 without a capacity factor.
 
-    Args:
-        model: whole. cp, ep: ranks over which the sequence and the experts are divided.
-        element_bytes: of keys, values and tokens as they are sent.
-        ring: keys and values come one piece after the other, so two are held at once; else all of them.
-        routing: of tokens to experts.
-
-    Raises:
-        PlanError: the model has no attention (cp) or no experts (ep) that parsim knows; sizes that do not divide.
+    `model`: whole. `cp`, `ep`: ranks over which the sequence and the experts are divided. `element_bytes`: of keys, values and
+    tokens as they are sent. `ring`: keys and values come one piece after the other, so two are held at once; else all of them.
+    `routing`: of tokens to experts. Raises PlanError: the model has no attention (cp) or no experts (ep) that parsim knows;
+    sizes that do not divide.
     """
     if cp == ep == 1 and not routing.capacity_factor:
         return model

@@ -11,7 +11,19 @@ from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from parsim.errors import CostError, ExecutionError
-from parsim.model.component import NOT_LOW, Bytes, Component, DividedSize, Footprint, Sharding, Size, Value, ValueFootprint
+from parsim.model.component import (
+    FULL_BYTES,
+    HALF_BYTES,
+    NOT_LOW,
+    Bytes,
+    Component,
+    DividedSize,
+    Footprint,
+    Sharding,
+    Size,
+    Value,
+    ValueFootprint,
+)
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import Registry
@@ -92,13 +104,9 @@ def number_format(precision: str) -> NumberFormat:
 @cache
 def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
     """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products are in them.
-
     PyTorch has no convolution in 8 or 4 bits that trains, and Transformer Engine and torchao convert linear layers alone.
-
-    Args:
-        precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
-        low: False for a product that is left out of that (`parsim.model.component.NOT_LOW`).
-    """
+    `precision`: of the training. `kind`: of the operator (`parsim.model.component.OPERATOR_KINDS`). `low`: False for a product
+    that is left out of that (`parsim.model.component.NOT_LOW`)."""
     return precision if kind == "matmul" and low else number_format(precision).beside or precision
 
 
@@ -115,10 +123,7 @@ def check_planned(precision: str) -> None:
 
 def check_executable(precision: str, dtype: str, device_kind: str) -> None:
     """Raise ExecutionError unless a device of that kind can train in `precision`, with weights of `dtype` where fp32 is asked.
-
-    Args:
-        dtype: "float32" or "float64" (training.dtype). device_kind: "cpu" or "cuda".
-    """
+    `dtype`: "float32" or "float64" (training.dtype). `device_kind`: "cpu" or "cuda"."""
     devices = number_format(precision).devices
     if not devices:
         raise ExecutionError(
@@ -142,11 +147,6 @@ def recorded_weights(precision: str) -> str:
     check_planned(precision)
     return RECORDED_WEIGHTS[number_format(precision).weight_bytes]
 
-
-RECORDED_BYTES = 2
-"""Per element under the autocast that Models are recorded under."""
-
-FULL_BYTES = 4
 
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 """Of an element of an optimizer's state, by the type that it is kept in. Leaves out the scales of fp8 and int8: 4 bytes for
@@ -195,11 +195,9 @@ class Numerics:
 
     def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
         """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
-
         With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights, unless it
         has a type of its own. Master weights add a copy of the weights that stays, and one of the gradients during the update
-        where these are not in fp32.
-        """
+        where these are not in fp32."""
         row, width = OPTIMIZERS[optimizer or self.optimizer], self.format.weight_bytes
         is_full = not self.is_half or self.master_weights
         state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
@@ -225,10 +223,8 @@ HalfSizes = TypeVar("HalfSizes")
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
     """A component with its memory under `precision`, and that of its shards; its work is unchanged.
-
     A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
-    to shrink in proportion, with a cast of every weight under autocast.
-    """
+    to shrink in proportion, with a cast of every weight under autocast."""
     size = _reduced_bytes(precision)
     if size is None:
         return component
@@ -331,10 +327,8 @@ def model_in(model: Model, precision: str) -> Model:
 
 def _with_wide_head(model: Model) -> Model:
     """The model whose last product with a weight stays in 16 bits where others are in 8 or 4.
-
     Which layers a training converts is not recorded when a module is traced. Described transformers say it themselves
-    (`parsim.model.catalogue.sublayers.head`), and are left as they are.
-    """
+    (`parsim.model.catalogue.sublayers.head`), and are left as they are."""
     last: tuple[int, int] | None = None
     for place, component in enumerate(model.components):
         for number, operator in enumerate(component.operators):
@@ -356,9 +350,7 @@ def _with_wide_head(model: Model) -> Model:
 
 def model_as_sent(model: Model, precision: str) -> Model:
     """The model with its values as wide as they are sent under `precision`; the same object where nothing changes.
-
-    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are.
-    """
+    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are."""
     size = _reduced_bytes(precision)
     if size is None:
         return model
@@ -376,16 +368,14 @@ def is_half(precision: str) -> bool:
 
 def check_recorded(model: Model, precision: str) -> None:
     """Raise CostError where a Model cannot tell of a precision.
-
-    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision.
-    """
+    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision."""
     if model.half_refused and is_half(precision):
         raise CostError(
             f"precision {precision!r} runs the forward under autocast, and that of {model.name} fails there: "
             f'{model.half_refused}; cast the operands of that call to one type, or set precision = "fp32"'
         )
     stored = number_format(precision).weight_bytes
-    for parameter in model.parameters if stored == RECORDED_BYTES else ():
+    for parameter in model.parameters if stored == HALF_BYTES else ():
         if parameter.trainable and parameter.element_bytes != stored:
             raise CostError(
                 f"precision {precision!r} stores weights in {stored} bytes, and {model.name} was recorded with "
@@ -402,4 +392,4 @@ def _reduced_bytes(precision: str) -> int | None:
 
 def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
     """The values recorded under autocast, if they have that many bytes per element."""
-    return half if element_bytes == RECORDED_BYTES else None
+    return half if element_bytes == HALF_BYTES else None

@@ -120,9 +120,7 @@ class ModelInput:
 
     def tensor(self, samples: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         """A batch of B samples: standard normal numbers (`dtype` in place of float32), integers and booleans uniform.
-
-        Raises ModelError for an integer input without `high`.
-        """
+        Raises ModelError for an integer input without `high`."""
         import torch
 
         shape = self.shape if self.constant else (samples, *self.shape)
@@ -144,12 +142,8 @@ class ModelInput:
 
     def zeros(self, samples: int, dtype: torch.dtype) -> Tensor:
         """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone.
-
-        Zeros come from numpy, where pages that nobody reads take no memory; numpy has no bfloat16.
-
-        Raises:
-            ModelError: the batch is larger than this machine can hold.
-        """
+        Zeros come from numpy, where pages that nobody reads take no memory; numpy has no bfloat16. Raises ModelError: the batch
+        is larger than this machine can hold."""
         import torch
 
         shape = self.shape if self.constant else (samples, *self.shape)
@@ -172,10 +166,7 @@ def check_size(where: str, shape: tuple[int, ...]) -> None:
 
 def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
     """Inputs with the batch in dim 0 first: the first one tells how many samples there are.
-
-    Raises:
-        ModelError: no input has a batch, or two have one name.
-    """
+    Raises ModelError: no input has a batch, or two have one name."""
     entries = tuple(inputs)
     names = [entry.name for entry in entries]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -190,9 +181,7 @@ def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
 
 def arguments(values: Mapping[str, InputLeaf]) -> dict[str, Any]:
     """Keyword arguments of `forward` from values by input name.
-
-    Names with dots become dicts, and lists where the parts are numbered from 0.
-    """
+    Names with dots become dicts, and lists where the parts are numbered from 0."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")
@@ -215,10 +204,7 @@ def _listed(value: Any) -> Any:
 def inputs_from(document: Mapping[str, Any], prefix: str = "") -> tuple[ModelInput, ...]:
     """Inputs of a table: { x = { shape = [3, 32, 32] }, batch = { ids = { shape = [128], dtype = "int64" } } }.
 
-    A table (or list) without a shape holds further inputs.
-
-    Raises:
-        ModelError: as ModelInput; or an entry that is not a table.
+    A table (or list) without a shape holds further inputs. Raises ModelError: as ModelInput; or an entry that is not a table.
     """
     inputs: list[ModelInput] = []
     for key, table in document.items():
@@ -243,16 +229,10 @@ def module_inputs(
 ) -> tuple[tuple[ModelInput, ...], bool]:
     """What a module takes, checked against its forward, with the range of integers filled in from its embeddings.
 
-    Args:
-        inputs: as described; None: the one input of `shape`, which is a row of tokens where the sample has one dim and the
-            module an nn.Embedding. name: of the model, for messages.
-
-    Returns:
-        (inputs, whether the only one is positional).
-
-    Raises:
-        ModelError: neither inputs nor a shape; a name that forward does not take; an argument that is missing; integers whose
-            range nothing tells.
+    `inputs`: as described; None: the one input of `shape`, which is a row of tokens where the sample has one dim and the module
+    an nn.Embedding. `name`: of the model, for messages. Returns (inputs, whether the only one is positional). Raises
+    ModelError: neither inputs nor a shape; a name that forward does not take; an argument that is missing; integers whose range
+    nothing tells.
     """
     from torch import nn
 

@@ -19,29 +19,32 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
 from parsim.files import cache_folder
-from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
+from parsim.model.build import (
+    Interface,
+    build_fake,
+    build_module,
+    cast_module,
+    checked_form,
+    content_of,
+    drawn_batch,
+    example_module,
+    follows_example,
+    interface_of,
+    loss_of,
+    require_torch,
+    settle_module,
+    shared_fake,
+    split_inputs,
+    zero_batch,
+)
 from parsim.model.catalogue.hugging_face import assumptions, left_out
 from parsim.model.catalogue.names import is_transformer, named_model
 from parsim.model.catalogue.zoo import PRESETS, ZOO, load_preset
 from parsim.model.component import Component
 from parsim.model.inputs import ModelInput, module_inputs, ordered
-from parsim.model.interface import (
-    Interface,
-    checked_form,
-    drawn_batch,
-    example_module,
-    interface_of,
-    keep_interface,
-    known_interface,
-    loss_of,
-    open_interface,
-    settle_module,
-    zero_batch,
-)
 from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
-from parsim.model.objective import Objective, OpenLoss, Settled, naming_coupled_losses, parse_objective
+from parsim.model.objective import Objective, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
-from parsim.model.trace.trace import follows_example, require_torch, split_inputs
 from parsim.model.tuning import tuned
 
 if TYPE_CHECKING:
@@ -256,24 +259,17 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
 
 def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
     """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
-
-    Raises:
-        TraceError: a module that cannot be cut.
-        MissingDependencyError: torch is not installed.
-    """
+    Raises TraceError: a module that cannot be cut. MissingDependencyError: torch is not installed."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
-    from parsim.model.trace.traced import settled_model
+    from parsim.model.trace.traced import model_of
 
     spec = resolve(spec)
-    content = content_of(spec)
     example = spec.control_flow == EXAMPLE
     in_zoo = spec.name in ZOO
-    unknown = not in_zoo and not example and weights == "float32" and known_interface(spec, content) is None
-    opened = open_interface(spec, content) if unknown else None
-    kind = interface_of(spec) if opened is None else opened.kind
-    build = build_fake if weights != "float32" else partial(shared_fake, content=content)
+    kind = interface_of(spec)
+    build = build_fake if weights != "float32" else partial(shared_fake, content=content_of(spec))
     module = example_module(spec) if example else build(spec)
     if weights != "float32":
         cast_module(module, getattr(torch, weights))
@@ -288,20 +284,17 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
             f"{each.name} {list(each.shape)}{'' if each.is_number else f' {each.dtype}'}" for each in kind.inputs
         )
     with naming_coupled_losses():
-        model, settled = settled_model(
+        model = model_of(
             module,
             args,
             kwargs,
             granularity=granularity,
             name=_model_name(spec),
-            loss=kind.loss if opened is None else opened.loss,
+            loss=kind.loss,
             example=example,
             declared=kind.inputs_in_order,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
-    if opened is not None and settled is not None:
-        kind = opened.with_output(settled)
-        keep_interface(spec, content, kind)
     notes = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
     divisible = (in_zoo or is_config(spec.name)) and kind.objective.adds_up
     form = model.loss_form if divisible else checked_form(model, lambda: build_module(spec), kind)
@@ -333,7 +326,7 @@ def model_from_module(
         inputs: by the names of the arguments of its forward, instead of both.
         loss: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the usual one of such an output.
         output: which output a loss that is left out reads.
-        control_flow: "refuse" or "example", as for `parsim.model.trace`; without `example_inputs` the example is drawn.
+        control_flow: "refuse" or "example", as for `record`; without `example_inputs` the example is drawn.
 
     Raises:
         ModelError: not a module, neither inputs nor a shape, an output that leaves the loss open, or integers that no table has
@@ -368,10 +361,10 @@ def model_from_module(
         kind = Interface(inputs=takes, output=(), loss="", target=None, positional=positional)
         args, kwargs = kind.arguments(drawn_batch(takes) if example else zero_batch(takes))
         declared, tokens = kind.inputs_in_order, kind.takes_tokens
-    open_loss = OpenLoss(
-        name=called, objective=parse_objective(loss) if isinstance(loss, str) else loss, tokens=tokens, output=output
+    objective = parse_objective(loss) if isinstance(loss, str) else loss
+    settled = settle_module(
+        module, args, kwargs, name=called, objective=objective, tokens=tokens, output=output, example=example
     )
-    settled = settle_module(module, args, kwargs, open_loss, example=example)
     with naming_coupled_losses():
         text = str(settled.objective)
         model = model_of(
@@ -390,7 +383,7 @@ def _form_of_examples(
     import torch
     from torch import Tensor
 
-    from parsim.model.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
+    from parsim.model.total_loss import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
     from parsim.model.trace.record import flatten_inputs
 
     objective = settled.objective

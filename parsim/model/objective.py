@@ -97,10 +97,8 @@ LOSSES: Registry[Loss] = Registry(
 
 def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
     """The loss that the shape of one sample's output calls for, where nobody chose one.
-
     One number is a regression, a vector holds the logits of classes, and tokens in, [seq, vocabulary] out is a language model.
-    Raises ModelError for any other shape, e.g. an image.
-    """
+    Raises ModelError for any other shape, e.g. an image."""
     if math.prod(output) == 1:
         return "mse"
     if len(output) == 1 or (tokens and len(output) == 2):
@@ -213,27 +211,13 @@ class OutputKind(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
     """What a module trains by.
-
-    Attributes:
-        objective: complete. entry: the name of the output that the loss reads; None: all that is returned.
-        output: shape of one sample of that entry; () for None.
-        target: the targets of a batch; None where the module takes them itself.
-    """
+    `objective`: complete. `entry`: the name of the output that the loss reads; None: all that is returned. `output`: shape of
+    one sample of that entry; () for None. `target`: the targets of a batch; None where the module takes them itself."""
 
     objective: Objective
     entry: str | None
     output: tuple[int, ...]
     target: ModelInput | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenLoss:
-    """What a model trains by where its output has to tell, see `settle`: the forward that is recorded first settles it."""
-
-    name: str
-    objective: Objective | None
-    tokens: bool
-    output: str | None
 
 
 def settle(
@@ -247,13 +231,10 @@ def settle(
 ) -> Settled:
     """The loss of a module and its targets.
 
-    Args:
-        name: of the model, for messages. outputs: by the name of the entry; "" is the whole output. samples: of the batch.
-        objective: the choice; None: the usual one of such an output. tokens: a sample is a row of token numbers.
-        output: which output a loss that nobody chose reads.
-
-    Raises:
-        ModelError: an output or a loss that is left open, or a loss that does not fit the output.
+    `name`: of the model, for messages. `outputs`: by the name of the entry; "" is the whole output. `samples`: of the batch.
+    `objective`: the choice; None: the usual one of such an output. `tokens`: a sample is a row of token numbers. `output`:
+    which output a loss that nobody chose reads. Raises ModelError: an output or a loss that is left open, or a loss that does
+    not fit the output.
     """
     if objective is None:
         if LOSS_ENTRY in outputs:  # of the whole batch or per sample

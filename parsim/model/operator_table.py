@@ -200,10 +200,8 @@ def _rnn(call: TracedCall) -> tuple[KernelPiece, ...]:
 
 def _recurrence(call: TracedCall, x: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
     """One direction of one layer, x [length, batch, features].
-
     The product of all inputs at once, then one product and one pass over the gates per step. A step waits for the one before:
-    `count` kernels of one step each.
-    """
+    `count` kernels of one step each."""
     length, batch = x.shape[0], x.shape[1]
     gates, features = towards_gates.shape
     hidden, width = recurrent.shape[1], x.element_size()

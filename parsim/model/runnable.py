@@ -28,9 +28,7 @@ class Nested(NamedTuple):
 
 class StateKey(NamedTuple):
     """Where a parameter or buffer lives: `kind` is "parameter" or "buffer", `name` its qualified name.
-
-    Kind "module" is a whole module, which is called with its own code (`parsim.model.trace.data_dependent`).
-    """
+    Kind "module" is a whole module, which is called with its own code (`parsim.model.trace.data_dependent`)."""
 
     kind: str
     name: str
@@ -49,11 +47,8 @@ PLAIN = Context()
 @dataclass(frozen=True, slots=True)
 class Op:
     """One torch-level call.
-
-    Attributes:
-        arguments, keywords: constants, Ref and Nested. outputs: (path into the result, slot): () is the result itself.
-        drop: slots nobody reads after this call.
-    """
+    `arguments`, `keywords`: constants, Ref and Nested. `outputs`: (path into the result, slot): () is the result itself.
+    `drop`: slots nobody reads after this call."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -75,7 +70,10 @@ class Op:
         return self.arguments[place] if place < len(self.arguments) else default
 
 
-def _fill(template: Any, environment: list[Any]) -> Any:
+Environment = list[Any] | dict[int, Any]
+
+
+def _fill(template: Any, environment: Environment) -> Any:
     if type(template) is Ref:
         return environment[template.slot]
     if type(template) is Nested:
@@ -94,7 +92,7 @@ def _entered(context: Context) -> Any:
         yield
 
 
-def run_op(op: Op, environment: list[Any]) -> None:
+def run_op(op: Op, environment: Environment) -> None:
     """One call: reads and fills `environment`, a tensor (or None) per slot."""
     arguments = [_fill(item, environment) for item in op.arguments]
     keywords = {name: _fill(item, environment) for name, item in op.keywords}
@@ -124,11 +122,8 @@ class TensorKind(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallProgram:
     """The torch calls of one component, without the module whose parameters and buffers they read.
-
-    Attributes:
-        inputs, outputs: (value name, slot, whether a gradient flows). state: parameters and buffers with their slots.
-        buffer_writes: buffers assigned anew, by slot. tensors: of every slot, as recorded. slots: at least as many.
-    """
+    `inputs`, `outputs`: (value name, slot, whether a gradient flows). `state`: parameters and buffers with their slots.
+    `buffer_writes`: buffers assigned anew, by slot. `tensors`: of every slot, as recorded. `slots`: at least as many."""
 
     name: str
     ops: tuple[Op, ...]
@@ -216,9 +211,7 @@ class Runnable:
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the component on tensors in the order of `input_names`; returns them in the order of `output_names`.
-
-        Raises TraceError if the number of inputs is wrong.
-        """
+        Raises TraceError if the number of inputs is wrong."""
         if len(inputs) != len(self.input_names):
             raise TraceError(f"{self.name} takes {len(self.input_names)} inputs {self.input_names}, got {len(inputs)}")
         environment = environment_of(self.program, inputs, ((slot, holder[key]) for holder, key, slot in self._state))

@@ -95,9 +95,7 @@ class ModelKeys(ConfigSection):
 
     def objective(self, usual: str | None = None) -> Objective | None:
         """The loss that is asked for; None where neither the spec nor `usual` names one.
-
-        Raises ModelError for an unknown loss, or for keys that belong to a loss which is not named.
-        """
+        Raises ModelError for an unknown loss, or for keys that belong to a loss which is not named."""
         loss = self.loss or usual
         if loss is not None:
             keys = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) is not None}
@@ -131,10 +129,7 @@ class ModelSpec(ModelKeys):
 
 def resolve(spec: ModelSpec) -> ModelSpec:
     """A spec with every argument and the input shape spelled out (zoo), and the arguments in one order.
-
-    Raises:
-        ModelError: an unknown name or argument, or a shape that does not suit the model.
-    """
+    Raises ModelError: an unknown name or argument, or a shape that does not suit the model."""
     if spec.input_shape is not None:
         check_size("input_shape", spec.input_shape)
     if is_transformer(spec.name):

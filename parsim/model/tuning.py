@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,14 +22,10 @@ from pydantic_core import PydanticCustomError
 from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.hardware.devices import DeviceType
 from parsim.hardware.records import ConfigSection, Count, Name
-from parsim.model.component import DEQUANTISE, NOT_LOW, Component, DividedSize, Operator, OperatorShard
+from parsim.model.component import DEQUANTISE, FULL_BYTES, HALF_BYTES, NOT_LOW, Component, DividedSize, Operator, OperatorShard
 from parsim.model.model import Model
 from parsim.units import format_count
 
-if TYPE_CHECKING:
-    pass
-
-FULL_BYTES, HALF_BYTES = 4, 2
 TuningMethod = Literal["full", "head", "lora", "qlora"]
 WeightStorage = Literal["nf4", "int8"]
 
@@ -144,10 +140,8 @@ class Tuning(ConfigSection):
     @property
     def stored_bytes(self) -> float:
         """Bytes of a weight in `storage`, with its share of the scales.
-
-        nf4: half a byte, and for every 64 weights a scale of 4 bytes, or of 1 and for every 256 of these 4. int8: leaves out
-        4 bytes per row.
-        """
+        nf4: half a byte, and for every 64 weights a scale of 4 bytes, or of 1 and for every 256 of these 4. int8: leaves out 4
+        bytes per row."""
         if self.storage == "int8":
             return 1.0
         return 0.5 + (1 / 64 + 4 / (64 * 256) if self.double_quantisation else 4 / 64)
@@ -155,9 +149,7 @@ class Tuning(ConfigSection):
     @property
     def parts(self) -> frozenset[str]:
         """The products of a transformer by name that have adapters.
-
-        Raises ModelError for a target that no such model has.
-        """
+        Raises ModelError for a target that no such model has."""
         if not self.has_adapters:
             return frozenset()
         found: set[str] = set()
@@ -223,10 +215,8 @@ def check_storage(tuning: Tuning | None, device: DeviceType) -> None:
 
 def stored(model: Model, tuning: Tuning) -> Model:
     """The model with the weights of its frozen products in `tuning.storage`; the same object where they have no such.
-
     Every product unpacks its weight into 16 bits first, in the forward and in the backward, one weight at a time. The head and
-    embeddings stay as they are, as bitsandbytes leaves them.
-    """
+    embeddings stay as they are, as bitsandbytes leaves them."""
     if tuning.storage is None:
         return model
     kept = any(op.function == NOT_LOW for component in model.components for op in component.operators)

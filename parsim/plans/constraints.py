@@ -30,14 +30,9 @@ class PlanConstraints:
     """The keys of [plan] that a search keeps; None is free.
 
     Attributes:
-        pp, dp, tp, cp, ep: axes of the mesh. dp_shard: replicas in a sharding group.
-        microbatches: per replica. bucket_bytes: of gradient buckets. chunks: stages per rank.
-        synchronisation: of every plan; it is never free.
-        zero_stages, orders: among which the plans' are; no orders: any.
-        stage_layers: layers of each stage, in order. cut: a row of `parsim.plans.stages.CUTS`, by which layers are counted out
-            where stage_layers does not; "": stages are cut by cost.
-        layers_alike: all layers are placed alike, and recomputed as a whole or not at all, as frameworks do.
-        framework: whose these are.
+        zero_stages, orders: among which the plans' are; no orders: any. stage_layers: layers of each stage, in order.
+        cut: a row of `parsim.plans.stages.CUTS`, by which layers are counted out where stage_layers does not; "": by cost.
+        layers_alike: all layers are placed alike, and recomputed as a whole or not at all. framework: whose these are.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -61,7 +56,6 @@ class PlanConstraints:
     framework: str = ""
 
     def allow(self, mesh: Mesh) -> bool:
-        """Whether a mesh has the axes that are given."""
         axes = all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in ("pp", "dp", "tp", "cp", "ep"))
         return axes and self.dp_shard in (None, mesh.dp_shard or mesh.dp)
 
@@ -80,8 +74,7 @@ def check_sharding_groups(
 ) -> None:
     """Raise PlanError unless there are states to divide over the sharding groups that are asked for.
 
-    Args:
-        zero_stage: that is asked for; AUTO is 0 in a plan by hand, which is not searched for.
+    zero_stage: AUTO is 0 in a plan by hand, which is not searched for.
     """
     if dp_shard is None:
         return
@@ -95,11 +88,7 @@ def check_sharding_groups(
 
 
 def check_groups_fill(dp_shard: int | None, devices: int) -> None:
-    """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
-
-    Args:
-        dp_shard: that is asked for.
-    """
+    """Raise PlanError unless sharding groups of so many replicas can fill the devices."""
     if dp_shard is not None and devices % dp_shard:
         raise PlanError(
             f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
@@ -126,12 +115,8 @@ def _kind_or_placement(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConstraints:
-    """All that [plan] of a run file asks of a search. Whoever searches again during a run must keep it, too.
-
-    Attributes:
-        strategy: the family that is searched. constraints: of synchronous plans.
-        zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.problem.PlanningProblem`.
-    """
+    """All that [plan] of a run file asks of a search, `constraints` of synchronous plans; whoever searches again during a run
+    keeps it. zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.problem.PlanningProblem`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -144,11 +129,7 @@ class SearchConstraints:
     capacity_factor: Annotated[Number, AfterValidator(_capacity)] = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values.
-
-        Raises:
-            PlanError: the synchronisation is relaxed, which no search during a run can keep.
-        """
+        """Plain JSON values. Raises PlanError for a relaxed synchronisation, which no search during a run can keep."""
         self._check()
         document: dict[str, Any] = _document().dump_python(
             self, mode="json", exclude={"constraints": {"synchronisation"}}, warnings=False

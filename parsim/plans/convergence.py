@@ -67,9 +67,7 @@ class StepCondition:
 
     def gradient_bound(self, step: float, smoothness: float, steps: int, *, above_minimum: float, differing: float) -> float:
         """Of the mean over steps of |grad f|^2: 2 (f_0 - min f)/(eta T) + (drift zeta)^2; infinite for a step beyond safe.
-
-        Args: step: eta L. smoothness: L. above_minimum: f_0 - min f. differing: the largest zeta on the way.
-        """
+        step: eta L. smoothness: L. above_minimum: f_0 - min f. differing: the largest zeta."""
         if self.safe is None or step > (self.safe if self.delay else 1.0):
             return math.inf
         apart = self.drift(step) * differing if differing else 0.0
@@ -88,7 +86,6 @@ class StepCondition:
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; `safe` and `limit` in units of 1/L."""
         return {
             "safe_step_times_curvature": self.safe,
             "limit_step_times_curvature": self.limit,
@@ -126,10 +123,6 @@ def step_condition(rule: Synchronisation, *, replicas: int, stages: int = 1) -> 
         if asked:
             return StepCondition(safe=None, limit=None, why=f"nothing is proven of {what}")
     return _CONDITIONS[rule.kind](rule, replicas, stages)
-
-
-def _synchronous(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
-    return StepCondition(safe=1.0, limit=2.0)
 
 
 def _average(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
@@ -191,7 +184,7 @@ def _stale(rule: Synchronisation, replicas: int, stages: int) -> StepCondition:
 
 
 _CONDITIONS: dict[str, Callable[[Synchronisation, int, int], StepCondition]] = {
-    "all_reduce": _synchronous,
+    "all_reduce": lambda rule, replicas, stages: StepCondition(safe=1.0, limit=2.0),
     "average": _average,
     "gossip": _gossip,
     "merge": _merge,

@@ -56,7 +56,6 @@ class Placement(NamedTuple):
         return {"batch": 1, "shard": self.ways}.get(self.kind, tp)
 
     def runs_on(self, shard: int) -> bool:
-        """Whether tp rank `shard` has the component."""
         return self.kind != "place" or shard == self.shard
 
 
@@ -65,14 +64,7 @@ REPLICATE = Placement("replicate")
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of `str(placement)`.
-
-    Args:
-        text: such as "batch" or "shard:column/4".
-
-    Raises:
-        PlanError: the text is not a placement.
-    """
+    """Inverse of `str(placement)`. Raises PlanError."""
     match = re.fullmatch(r"(batch|replicate)|shard:([^/:]+)/(\d+)|place:(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read placement {text!r}; write batch, replicate, shard:RULE/WAYS or place:RANK")
@@ -84,10 +76,8 @@ def parse_placement(text: str) -> Placement:
 
 
 class ValueLayout(NamedTuple):
-    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4).
-
-    `size`: of a dim that `ways` do not divide: pieces are equal, and the last one ends in zeros. Prints as shard2/4:50257.
-    """
+    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4). `size`: of a dim that
+    `ways` do not divide: pieces are equal, and the last one ends in zeros. Prints as shard2/4:50257."""
 
     form: str
     ways: int
@@ -115,14 +105,7 @@ class ValueLayout(NamedTuple):
 
 
 def parse_layout(text: str) -> ValueLayout:
-    """Inverse of `str(layout)`.
-
-    Args:
-        text: such as "full/4", "shard1/4" or "shard2/4:50257".
-
-    Raises:
-        PlanError: the text is not a layout.
-    """
+    """Inverse of `str(layout)`. Raises PlanError."""
     match = re.fullmatch(r"(full|partial|maximum|shard|placed)(\d*)/(\d+)(?::(\d+))?", text)
     if match is None:
         raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
@@ -156,10 +139,8 @@ def input_ends(component: Component, placement: Placement, tp: int, number: int)
 
 
 def output_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """The layout in which a component makes an output, and that in which it needs the gradient.
-
-    Of a full output shard 0 alone uses the gradient, and maxima have none.
-    """
+    """The layout in which a component makes an output, and that in which it needs the gradient. Of a full output shard 0 alone
+    uses the gradient, and maxima have none."""
     if placement.kind != "shard":
         return _unsharded(placement, tp)
     sharding = component.sharding(placement.rule)
@@ -204,14 +185,7 @@ class Hop(NamedTuple):
 
 
 def parse_hop(text: str) -> Hop:
-    """Inverse of `str(hop)`.
-
-    Args:
-        text: such as "all_gather_batch:full/1>full/4".
-
-    Raises:
-        PlanError: the text is not a hop.
-    """
+    """Inverse of `str(hop)`. Raises PlanError."""
     operation, _, ends = text.partition(":")
     source, _, target = ends.partition(">")
     if operation not in HOPS:
@@ -249,14 +223,8 @@ LOCAL_HOPS = tuple(name for name, kind in HOPS.items() if not kind.sends and not
 
 @lru_cache(maxsize=65536)
 def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, ...]:
-    """The hops from one layout to another; none if they are equal.
-
-    Conversion paths share prefixes, so two readers of a value share the hops they have in common. No hop makes a partial
-    layout or one of maxima.
-
-    Raises:
-        PlanError: the target is partial, or one of maxima.
-    """
+    """The hops from one layout to another; none if they are equal. Paths share prefixes, so two readers of a value share the
+    hops they have in common. Raises PlanError: no hop makes a partial layout or one of maxima."""
     if target.form in ("partial", "maximum") and source != target:
         parts = "partial sums" if target.form == "partial" else "maxima of parts"
         raise PlanError(f"a value in layout {source} cannot become {target}: nothing reads {parts} of another's making")
@@ -320,10 +288,8 @@ def _apart(here: ValueLayout, target: ValueLayout, tp: int) -> bool:
 
 
 def hop_groups(hop: Hop, tp: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of tp ranks that each do one collective; within a group in the order of their pieces.
-
-    all_gather_batch from v to w ways: in each block of w neighbours those that stand at the same place of their v, so that
-    their pieces make up the block's. broadcast: everyone. Every other: the blocks of `ways` neighbours.
+    """The groups of tp ranks that each do one collective, in the order of their pieces: the blocks of `ways` neighbours.
+    all_gather_batch from v to w ways: in each block of w those at the same place of their v, whose pieces make up the block's.
     """
     small, large = sorted((hop.source.ways, hop.target.ways))
     match hop.operation:

@@ -85,7 +85,6 @@ class Mesh:
         return 1 if self.dp_shard else 0
 
     def undivided(self) -> Mesh:
-        """The mesh without sharding groups."""
         return replace(self, dp_shard=0) if self.dp_shard else self
 
     @property
@@ -118,11 +117,7 @@ class Mesh:
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:
-    """Check that the axes multiply to the number of devices.
-
-    Raises:
-        PlanError: they do not.
-    """
+    """Raise PlanError unless the axes multiply to the number of devices."""
     if mesh.size != devices:
         context = f" * cp ({mesh.cp})" if mesh.cp > 1 else ""
         raise PlanError(

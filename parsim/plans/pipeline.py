@@ -60,10 +60,10 @@ class PipelineOrder:
     """One pipeline order.
 
     Attributes:
-        actions: (rank of the pipeline, ranks, microbatches, chunks per rank) -> its actions, in order. Each of the rank's
+        actions: (rank of the pipeline, ranks, microbatches, chunks per rank) -> its actions, in order: each of the rank's
             stages runs every microbatch forward and backward once. Raises PlanError for microbatches it cannot have.
-        place: (stage, ranks) -> the rank of the pipeline that runs the stage; every rank has as many stages.
-        fewest_chunks, most_chunks: stages per rank that it takes (most_chunks None: any number).
+        place: (stage, ranks) -> the rank that runs the stage; every rank has as many. fewest_chunks, most_chunks (None: any):
+            stages per rank.
         halves: its backwards run in halves, BACKWARD_INPUT and BACKWARD_WEIGHT.
         full_in_torch: torch's schedule refuses fewer microbatches than stages; parsim's executor runs them.
     """
@@ -82,7 +82,6 @@ class PipelineOrder:
             )
 
     def takes(self, chunks: int) -> bool:
-        """Whether it runs with so many stages per rank."""
         return self.fewest_chunks <= chunks and (self.most_chunks is None or chunks <= self.most_chunks)
 
     @property
@@ -92,14 +91,7 @@ class PipelineOrder:
 
 
 def parse_action(text: str) -> Action:
-    """Inverse of `str(action)`.
-
-    Args:
-        text: such as "1F0".
-
-    Raises:
-        PlanError: the text is not an action.
-    """
+    """Inverse of `str(action)`. Raises PlanError."""
     match = re.fullmatch(rf"(\d+)([{''.join(_PHASES)}])(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read action {text!r}; write stage, one of {', '.join(_PHASES)}, microbatch, as in 1F0")
@@ -107,21 +99,15 @@ def parse_action(text: str) -> Action:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """All forwards, then all backwards: the least dependence on timing, all microbatches in flight.
-
-    Source: Huang et al., GPipe (2019); order of PyTorch's ScheduleGPipe.
-    """
+    """All forwards, then all backwards: the least dependence on timing, all microbatches in flight. Source: Huang et al., GPipe
+    (2019); order of PyTorch's ScheduleGPipe."""
     del ranks, chunks
     forward = tuple(Action(rank, Phase.FORWARD, number) for number in range(microbatches))
     return forward + tuple(Action(rank, Phase.BACKWARD, number) for number in range(microbatches))
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """Warm up with S - s - 1 forwards, then alternate, then drain: at most S - s microbatches in flight.
-
-    Args:
-        rank, ranks: s and S, of the pipeline.
-    """
+    """Warm up with ranks - rank - 1 forwards, then alternate, then drain: at most ranks - rank microbatches in flight."""
     del chunks
     forward = [Action(rank, Phase.FORWARD, number) for number in range(microbatches)]
     backward = [Action(rank, Phase.BACKWARD, number) for number in range(microbatches)]
@@ -130,11 +116,7 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: i
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     """1F1B over V chunks per rank, earlier microbatches first: the fill is V times shorter, the transfers V times as many.
-
     Microbatches run in rounds of as many as there are ranks, or somewhat more if they do not divide evenly.
-
-    Args:
-        chunks: V.
 
     Source: Narayanan et al., Megatron-LM (2021), section 2.2; order of PyTorch's ScheduleInterleaved1F1B.
     """
@@ -165,14 +147,10 @@ def zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 
 def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """ZB-V: two chunks per rank in a V, so the first rank has the loss; each backward in halves, the late ones fill the
-    drain.
+    """ZB-V: two chunks per rank in a V, so the first rank has the loss; each backward in halves, the late ones fill the drain.
 
-    There is no bubble if forward and both halves take equally long. A rank holds at most 2 S chunks of a microbatch. With
-    fewer than 2 S - 1 microbatches the actions of the missing ones are left out.
-
-    Args:
-        chunks: per rank, 2.
+    There is no bubble if forward and both halves take equally long. A rank holds at most 2 S chunks of a microbatch. With fewer
+    than 2 S - 1 microbatches the actions of the missing ones are left out.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 6; order of PyTorch's ScheduleZBVZeroBubble.
     """
@@ -210,12 +188,9 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
     """DualPipeV: two chunks per rank in a V; between fill and drain a forward of one chunk is followed by a backward of the
     other.
 
-    Backwards run in halves. Those for weights follow at once, and wait where they fill the drain. With fewer than 2 S
-    microbatches the actions of the missing ones are left out. Leaves out: communication inside a forward (of experts) does not
-    hide behind the backward beside it, which is what DeepSeek made the order for.
-
-    Args:
-        chunks: per rank, 2.
+    Halves for weights follow at once, and wait where they fill the drain. With fewer than 2 S microbatches the actions of the
+    missing ones are left out. Leaves out: communication inside a forward (of experts) does not hide behind the backward beside
+    it, which is what DeepSeek made the order for.
 
     Source: DeepSeek-V3 (2024), section 3.2.1; order of PyTorch's ScheduleDualPipeV, its overlapped pairs one after another.
     """
@@ -264,11 +239,8 @@ def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 
 def microbatches_per_round(ranks: int, microbatches: int, chunks: int) -> int:
-    """Microbatches of one chunk that a rank runs before it turns to the next chunk.
-
-    Raises:
-        PlanError: the microbatches do not divide into rounds of at least as many as there are ranks.
-    """
+    """Microbatches of one chunk that a rank runs before it turns to the next chunk. Raises PlanError: they do not divide into
+    rounds of at least as many as there are ranks."""
     rounds = max(1, microbatches // ranks) if chunks > 1 else 1
     if microbatches % rounds:
         raise PlanError(
@@ -318,11 +290,7 @@ PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
 
 
 def check_chunks(order: str, chunks: int) -> None:
-    """Check that an order exists and takes so many chunks per rank.
-
-    Raises:
-        PlanError: it does not.
-    """
+    """Raise PlanError unless an order exists and takes so many chunks per rank."""
     row = PIPELINE_ORDERS[order]
     if row.takes(chunks):
         return
@@ -340,13 +308,10 @@ def check_chunks(order: str, chunks: int) -> None:
 
 
 def check_torch_schedule(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Check that torch's schedule of the order can be made: it refuses some pipelines that parsim's executor runs.
+    """Raise PlanError where torch's schedule of the order refuses chunks or microbatches; parsim's executor runs some of these.
 
-    Raises:
-        PlanError: chunks or microbatches that torch refuses.
-
-    Source: torch 2.13, torch/distributed/pipelining/schedules.py: the constructors of Schedule1F1B, ScheduleInterleaved1F1B,
-        ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV.
+    Source: torch 2.13, torch/distributed/pipelining/schedules.py: constructors of Schedule1F1B, ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and ScheduleDualPipeV.
     """
     check_chunks(order, chunks)
     row, stages = PIPELINE_ORDERS[order], ranks * chunks
@@ -364,11 +329,8 @@ def check_torch_schedule(order: str, ranks: int, microbatches: int, chunks: int 
 
 @lru_cache(maxsize=1024)
 def pipeline_actions(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Actions:
-    """The actions of one rank of a pipeline, in order.
-
-    Raises:
-        PlanError: an unknown order, or chunks or microbatches that it cannot have.
-    """
+    """The actions of one rank of a pipeline, in order. Raises PlanError: an unknown order, or chunks or microbatches it cannot
+    have."""
     check_chunks(order, chunks)
     return tuple(PIPELINE_ORDERS[order].actions(rank, ranks, microbatches, chunks))
 
@@ -395,11 +357,7 @@ def in_few_rounds(order: str, ranks: int, microbatches: int, number: int) -> int
 
 @lru_cache(maxsize=1024)
 def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Per rank of the pipeline the stages that it runs, ascending.
-
-    Raises:
-        PlanError: the order gives ranks different numbers of stages.
-    """
+    """Per rank of the pipeline the stages that it runs, ascending. Raises PlanError: they are not equally many."""
     place = PIPELINE_ORDERS[order].place
     found: list[list[int]] = [[] for _ in range(ranks)]
     for stage in range(ranks * chunks):
@@ -418,7 +376,6 @@ def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=1024)
 def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Per stage the rank of the pipeline that runs it."""
     found = [0] * (ranks * chunks)
     for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
         for stage in stages:
@@ -430,9 +387,8 @@ def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
 def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
     """Check that an order runs to its end, with every action of every rank exactly once.
 
-    Raises:
-        DeadlockError: the order stops; the message shows the grid of ranks.
-        PlanError: as `pipeline_actions`; or an action is missing, runs twice or belongs to another rank.
+    Raises DeadlockError with the grid of ranks where it stops; PlanError for an action that is missing, runs twice or belongs
+    to another rank, and as `pipeline_actions`.
     """
     if order in PIPELINE_ORDERS and 2 * ranks * microbatches * chunks > MOST_CHECKED:
         pipeline_actions(order, 0, ranks, microbatches, chunks)
@@ -453,16 +409,10 @@ def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> N
 
 
 def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
-    """Check that actions, one sequence per rank, run to their end.
+    """Raise DeadlockError unless actions, one sequence per rank in order, run to their end.
 
-    A forward needs that of the stage before. A backward (or its half for inputs) needs the forward here and the backward of
-    the stage after. The half for weights needs the half for inputs.
-
-    Args:
-        actions: per rank, in order.
-
-    Raises:
-        DeadlockError: they stop.
+    A forward needs that of the stage before. A backward (or its half for inputs) needs the forward here and the backward of the
+    stage after. The half for weights needs the half for inputs.
     """
     done: set[Action] = set()
     reached = [0] * len(actions)
@@ -479,7 +429,6 @@ def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
 
 
 def _missing(action: Action, stages: int, done: set[Action]) -> list[Action]:
-    """What the action waits for."""
     stage, phase, microbatch = action
     match phase:
         case Phase.FORWARD:
@@ -525,11 +474,8 @@ def in_flight(order: str, rank: int, ranks: int, microbatches: int, chunks: int 
 
 @lru_cache(maxsize=1024)
 def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Microbatches of each chunk held on a rank, at every moment that no other moment exceeds in every chunk.
-
-    Returns:
-        Counts per chunk; the moments with the largest totals come last.
-    """
+    """Microbatches of each chunk held on a rank, at every moment that no other moment exceeds in every chunk; those with the
+    largest totals come last."""
     if order == "1f1b" and chunks == 1:  # asked for thousands of pipelines, each of hundreds of actions
         return ((min(microbatches, ranks - rank),),)
     few = few_rounds(order, ranks, microbatches)
@@ -539,7 +485,6 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
 
 
 def _moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """`moments`, action by action."""
     alive = [0] * chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
     seen: dict[tuple[int, ...], None] = {}

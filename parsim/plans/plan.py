@@ -24,9 +24,8 @@ from parsim.files import (
     version_problem,
     write_text_atomically,
 )
-from parsim.model.component import Component
+from parsim.model.component import Component, check_ways
 from parsim.model.model import Model
-from parsim.model.shard.narrow import check_ways
 from parsim.plans.layouts import BATCH, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
@@ -62,10 +61,8 @@ AUTO: Literal["auto"] = "auto"
 
 
 def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) -> Recompute:
-    """The one way to write the choice: names in execution order, a word where it means all or none of them.
-
-    Raises PlanError for another word, a name that is not a component of the plan, or one that is recomputed in both ways.
-    """
+    """The one way to write the choice: names in execution order, a word where it means all or none of them. Raises PlanError
+    for another word, a name that is not a component of the plan, or one that is recomputed in both ways."""
     if isinstance(recompute, str):
         if recompute not in WORDS:
             raise PlanError(
@@ -100,14 +97,8 @@ def named(recompute: Recompute, components: Sequence[str]) -> tuple[frozenset[st
 
 
 def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stages: Sequence[Sequence[str]]) -> None:
-    """Check that every segment is a run of consecutive components of one stage, and that no component is recomputed twice.
-
-    Args:
-        recompute: the plan's normalised choice of components. stages: components of each stage, in order.
-
-    Raises:
-        PlanError: the first rule that is broken, with its names.
-    """
+    """Raise PlanError unless every segment is a run of consecutive components of one stage, and no component is recomputed
+    twice."""
     if not segments:
         return
     place = {name: (number, index) for number, stage in enumerate(stages) for index, name in enumerate(stage)}
@@ -146,10 +137,8 @@ ActivationOffload = bool | tuple[str, ...]
 
 
 def normalised_offload(offload: ActivationOffload, components: Sequence[str]) -> ActivationOffload:
-    """The one way to write the choice: names in execution order, True for all of them, False for none.
-
-    Raises PlanError for a name that is no component of the plan.
-    """
+    """The one way to write the choice: names in execution order, True for all of them, False for none. Raises PlanError for a
+    name that is no component of the plan."""
     if isinstance(offload, bool):
         return offload
     for name in offload:
@@ -191,9 +180,8 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 class SoftwareSwitch:
     """What software does whatever the plan. Where it means nothing it changes nothing.
 
-    Attributes:
-        axes: of the mesh, all longer than 1 where it means something. zero_stage: that it belongs to; None: to any.
-        usual: as PyTorch has it. executed: the executor knows both ways.
+    axes: of the mesh, all longer than 1 where it means something. zero_stage: that it belongs to; None: to any. usual: as
+    PyTorch has it. executed: the executor knows both ways.
     """
 
     axes: tuple[str, ...] = ()
@@ -223,10 +211,8 @@ ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and the placement of each on the tp axis.
-
-    `placements` has one per component; default: all batch-sharded.
-    """
+    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and the placement of each on the tp axis; none: all
+    batch-sharded."""
 
     components: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -241,7 +227,6 @@ class Stage:
             object.__setattr__(self, "placements", ())
 
     def placed(self) -> tuple[tuple[str, Placement], ...]:
-        """Every component with its placement."""
         return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
 
 
@@ -412,7 +397,6 @@ class Plan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """All of them, in execution order."""
         return tuple(name for stage in self.stages for name in stage.components)
 
     @property
@@ -437,7 +421,6 @@ class Plan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any component is recomputed."""
         return self.recompute != NONE or bool(self.repeated)
 
     @property
@@ -453,12 +436,10 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything lies in the host's memory."""
         return self.optimizer_offload or bool(self.activation_offload)
 
     @property
     def executable(self) -> bool:
-        """Whether the executor can run the plan; other plans are simulated only."""
         return not self.not_executable
 
     @property
@@ -495,12 +476,10 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Stages per rank."""
         return len(self.stages) // self.mesh.pp
 
     @property
     def stage_places(self) -> tuple[int, ...]:
-        """Per stage its place on the pp axis."""
         return rank_of_stage(self.pipeline_order, self.mesh.pp, self.chunks)
 
     def place_stages(self, place: int) -> tuple[int, ...]:
@@ -516,19 +495,15 @@ class Plan:
         return rank // self.mesh.tp % self.mesh.copies
 
     def shard_of_rank(self, rank: int) -> int:
-        """Place on the tp axis."""
         return rank % self.mesh.tp
 
     @property
     def is_mixed(self) -> bool:
-        """Whether any component is placed otherwise than batch-sharded."""
         return any(stage.placements for stage in self.stages)
 
     def summary(self) -> str:
-        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b zero3 buckets=4MiB recompute=3 of 12`; with chunks `interleavedx2`.
-
-        Buckets are named where they are not those of PyTorch's DDP.
-        """
+        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b zero3 buckets=4MiB recompute=3 of 12`; with chunks `interleavedx2`. Buckets are named
+        where they are not those of PyTorch's DDP."""
         words = [self.strategy, str(self.mesh), f"mb={self.microbatches}x{self.microbatch_samples}"]
         if self.mesh.pp > 1:
             words.append(f"{self.pipeline_order}{f'x{self.chunks}' if self.chunks > 1 else ''}")
@@ -556,10 +531,8 @@ class Plan:
         return " ".join([*words, *(word for holds, word in unusual if holds)]) + self._placed()
 
     def _placed(self) -> str:
-        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded.
-
-        Many runs that repeat from layer to layer are named once, with every number as a star: `h.*.norm1 shard:sequence/4`.
-        """
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded. Many runs that repeat
+        from layer to layer are named once, with every number as a star: `h.*.norm1 shard:sequence/4`."""
         if not self.is_mixed:
             return ""
         placed = [entry for stage in self.stages for entry in stage.placed()]
@@ -637,7 +610,6 @@ def check_batch(global_batch: int, mesh: Mesh, microbatches: int) -> None:
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:
-    """Check what can be checked of a placement without the model."""
     if placement.kind == "shard" and (placement.ways < 2 or tp % placement.ways):
         raise PlanError(f"{name} {placement}: ways must be at least 2 and divide tp ({tp})")
     if placement.kind == "place" and not 0 <= placement.shard < tp:
@@ -647,11 +619,7 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
 
 
 def check_plan(plan: Plan, model: Model) -> None:
-    """Check that the stages hold exactly the model's components, in its order, each with a valid placement.
-
-    Raises:
-        PlanError: the first rule that is broken, with its values.
-    """
+    """Raise PlanError unless the stages hold exactly the model's components, in its order, each with a valid placement."""
     planned = list(plan.components)
     expected = [component.name for component in model.components]
     if planned != expected:
@@ -683,7 +651,6 @@ def check_plan(plan: Plan, model: Model) -> None:
 
 
 def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) -> None:
-    """The rule exists, its sizes divide, and so do the samples."""
     if placement.kind == "shard":
         try:
             check_ways(name, model.component(name).sharding(placement.rule), placement.ways)

@@ -49,10 +49,8 @@ def concurrent_with(mesh: Mesh, work: Work) -> Groups:
 
 @lru_cache(maxsize=65536)
 def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
-    """The group and its shifts along dp and tp that share no rank with it or one another; each in ascending order.
-
-    A group that is not a grid of stages, replicas and shards (there is none in plans of today) comes back alone.
-    """
+    """The group and its shifts along dp and tp that share no rank with it or one another; each in ascending order. A group that
+    is not a grid of stages, replicas and shards (there is none in plans of today) comes back alone."""
     copies = {rank // mesh.tp for rank in group}
     axes = {copy // mesh.copies for copy in copies}, {copy % mesh.copies for copy in copies}, {rank % mesh.tp for rank in group}
     grid = [sorted(axis) for axis in axes]
@@ -64,11 +62,8 @@ def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
 
 @lru_cache(maxsize=65536)
 def concurrent_transfers(mesh: Mesh, pair: tuple[int, int]) -> Groups:
-    """The (source, destination) of all replicas and shards that send at the same time as `pair`.
-
-    Between stages every rank of a stage sends to its own counterpart (the same replica and shard); inside a stage (a value
-    moved between shards) all replicas do. A transfer of another kind comes back alone.
-    """
+    """The (source, destination) of all replicas and shards that send at the same time as `pair`: between stages every rank to
+    its own counterpart, inside a stage (a value moved between shards) all replicas. Another transfer comes back alone."""
     source, destination = _place(mesh, pair[0]), _place(mesh, pair[1])
     if source[1] != destination[1]:
         return Groups([pair])
@@ -134,7 +129,6 @@ def _shifts_of_several(members: tuple[int, ...], size: int) -> Groups:
 
 
 def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:
-    """Stage, replica, shard."""
     above, shard = divmod(rank, mesh.tp)
     return (*divmod(above, mesh.copies), shard)
 
@@ -153,11 +147,9 @@ def even_parts(names: Sequence[str], stages: int) -> list[tuple[str, ...]]:
 
 
 def with_ends(layers: int, stages: int, first: int = 1, last: int = 1) -> list[int] | None:
-    """Layers of each stage, as even as can be where the embedding counts as `first` layers and the head as `last`, the
-    earliest with one more; None: an end alone would fill a stage.
-
-    Source: torchtitan 0.2.2, torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part.
-    """
+    """Layers of each stage, as even as can be where the embedding counts as `first` layers and the head as `last`, the earliest
+    with one more; None: an end alone would fill a stage. Source: torchtitan 0.2.2, pipeline_parallel.py,
+    generate_llm_fqn_per_model_part."""
     each, more = divmod(layers + first + last, stages)
     if each < max(1, first, last):
         return None
@@ -168,11 +160,8 @@ def with_ends(layers: int, stages: int, first: int = 1, last: int = 1) -> list[i
 
 
 def as_megatron(layers: int, stages: int) -> list[int] | None:
-    """Equally many layers in each stage, or one fewer in the last or in both ends; None: no such cut is equal.
-
-    Source: Megatron-LM, megatron/core/transformer/transformer_block.py, get_num_layers_to_build, with
-    account_for_loss_in_pipeline_split and account_for_embedding_in_pipeline_split.
-    """
+    """Equally many layers in each stage, or one fewer in the last or in both ends; None: no such cut is equal. Source:
+    Megatron-LM, transformer_block.py, get_num_layers_to_build, with account_for_loss_ and _embedding_in_pipeline_split."""
     for first, last in ((0, 0), (0, 1), (1, 1)):
         if not (layers + first + last) % stages:
             return with_ends(layers, stages, first, last)
@@ -215,15 +204,8 @@ def stages_of(
     order: str = "1f1b",
     chunks: int = 1,
 ) -> tuple[Stage, ...]:
-    """Each part on the ranks of its place in the pipeline.
-
-    Args:
-        parts: names of components by stage. placement: of a component by name; None: none is given.
-        order, chunks: of the pipeline, which places the stages.
-
-    Raises:
-        PlanError: the order gives ranks different numbers of stages.
-    """
+    """Each part (names of components) on the ranks of its place in the pipeline, which its order gives the stages. placement:
+    of a component by name; None: none is given. Raises PlanError: the order gives ranks different numbers of stages."""
     places = rank_of_stage(order, mesh.pp, chunks)
     return tuple(
         Stage(
@@ -240,11 +222,8 @@ WHOLE = ("replicate", "place")
 
 
 def without_idle_ranks(plan: Plan) -> Plan:
-    """The plan on tp = 1 where its tp axis divides nothing: every stage is on one tp rank, or every rank does all of it.
-
-    Args:
-        plan: of any placements. With ZeRO the axis divides the states, so the plan stays as it is.
-    """
+    """The plan on tp = 1 where its tp axis divides nothing: every stage is on one tp rank, or every rank does all of it. With
+    ZeRO the axis divides the states, so the plan stays as it is."""
     placed = [{placement for _, placement in stage.placed()} for stage in plan.stages]
     if plan.mesh.tp == 1 or plan.zero_stage or any(len(own) > 1 or next(iter(own)).kind not in WHOLE for own in placed):
         return plan

@@ -31,20 +31,25 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
 from parsim.hardware.records import Count, Name, Number
-from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
     ADA_KINDS,
     CLOSED_LOOP,
     GRAPHS,
+    MERGES,
     Ada,
     LoopState,
     Matrix,
+    MergeRule,
     MixingGraph,
+    OuterOptimizer,
+    averaging_matrix,
     check_column_stochastic,
     check_connected,
     check_doubly_stochastic,
     mixing_graph,
+    participation_weights,
+    turn_weight,
     unreached,
 )
 
@@ -134,7 +139,6 @@ class MixingSchedule:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether its graphs follow from what replicas measure."""
         return self.name == ADA and self._of("kind", "linear") == CLOSED_LOOP
 
     def chooses(self, number: int) -> bool:
@@ -146,15 +150,11 @@ class MixingSchedule:
         return LoopState(self._ada(replicas).place(loop.taken / loop.rounds)) if loop.rounds else loop
 
     def matrix(self, number: int, replicas: int) -> Matrix:
-        """W of round `number`: float64 [replicas, replicas]."""
         return self.graph(number, replicas)(number)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
-        """Rounds that stand for all: of a graph one period of it, of Ada one round of every graph it comes to.
-
-        Args:
-            replicas: that mix. Ada's graphs each last equally long, so a mean over these rounds is one over the schedule.
-        """
+        """Rounds that stand for all: of a graph one period of it, of Ada one round of every graph it comes to. Ada's graphs
+        last equally long, so a mean over these rounds is one over the schedule."""
         if self.is_closed_loop:
             return tuple(range(len(self._ada(replicas).lattices)))
         if self.name == ADA:
@@ -162,10 +162,8 @@ class MixingSchedule:
         return tuple(range(self.graph(0, replicas).period))
 
     def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
-        """How many rounds each of Ada's graphs lasts, and its name; the last one stays. Other graphs have none.
-
-        Of a closed loop how long none of them lasts at least, the densest first.
-        """
+        """How many rounds each of Ada's graphs lasts, and its name; the last one stays. Other graphs have none. Of a closed
+        loop how long none of them lasts at least, the densest first."""
         if self.name != ADA:
             return ()
         ada, rounds = self._ada(replicas), self._of("rounds", 1)
@@ -193,14 +191,7 @@ _CALL = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
 def parse_mixing(text: str) -> MixingSchedule:
-    """Inverse of `str(schedule)`.
-
-    Args:
-        text: such as "lattice(neighbours=4)".
-
-    Raises:
-        PlanError: an unknown graph or setting, or a setting that is not a number.
-    """
+    """Inverse of `str(schedule)`. Raises PlanError: an unknown graph or setting, or a setting that is not a number."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise PlanError(f"{text!r} is not a mixing graph; write for example ring or lattice(neighbours=4)")
@@ -376,7 +367,6 @@ class Synchronisation:
         self._check_stages()
 
     def _given(self) -> list[str]:
-        """Keys that differ from their defaults, in order; `kind` apart."""
         return [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
 
     def _check_outer(self) -> None:
@@ -485,7 +475,6 @@ class Synchronisation:
 
     @property
     def is_stale(self) -> bool:
-        """Whether stages are decoupled."""
         return self.kind == "stale" or bool(self.schedule or self.delays)
 
     @property
@@ -510,7 +499,6 @@ class Synchronisation:
 
     @property
     def is_closed_loop(self) -> bool:
-        """Whether the graph follows from what replicas measure."""
         return bool(self.graph) and self.mixing.is_closed_loop
 
     @property
@@ -560,15 +548,8 @@ class Synchronisation:
         return self.mixes and (step + 1) % self.round_steps == 0
 
     def check(self, mesh: Mesh, *, zero_stage: int) -> None:
-        """Check that replicas of a mesh can be synchronised so.
-
-        Args:
-            zero_stage: of the plan.
-
-        Raises:
-            PlanError: too few replicas, states that are divided over replicas, a graph that is not connected, weights that do
-                not sum to one, delays that stages cannot have.
-        """
+        """Raise PlanError unless replicas of a mesh can be synchronised so: enough of them, states that are not divided over
+        replicas (zero_stage of the plan), a connected graph, weights that sum to one, delays that stages can have."""
         if not self.is_relaxed:
             return
         if zero_stage:
@@ -641,10 +622,7 @@ class Synchronisation:
 
     def matrix(self, number: int, replicas: int) -> Any:
         """W of round `number` (of a closed loop the place of a lattice): float64 [replicas, replicas], row i what replica i
-        takes of each (before an outer optimizer).
-
-        Of merge float64 [1, replicas], the weight of every turn (`parsim.plans.averaging.turn_weight`).
-        """
+        takes of each (before an outer optimizer). Of merge float64 [1, replicas], the weight of every turn (`turn_weight`)."""
         if self.kind == "merge":
             return np.array([[self.turn_weight(number, replica, replicas) for replica in range(replicas)]])
         if self.kind == "gossip":
@@ -656,7 +634,6 @@ class Synchronisation:
         return turn_weight(self.merge_rule(replicas), number, replica)
 
     def merge_rule(self, replicas: int) -> MergeRule:
-        """The merge of so many replicas. Raises AlgorithmError: a buffer of more arrivals than there are replicas."""
         rate, exponent, buffer = self.merge_rate, self.merge_exponent, self.merge_buffer
         return MergeRule(kind=self.merge, workers=replicas, rate=rate, exponent=exponent, buffer=buffer)
 
@@ -678,42 +655,29 @@ class Synchronisation:
         return tuple(bool(share > 0) for share in self.shares(number, replicas))
 
     def __str__(self) -> str:
-        period = f"/{self.period_steps}" if self.mixes else ""
-        words = [f"{self.kind}{period}"]
-        if self.graph:
-            words.append(self.graph)
-        if self.combines_first:
-            words.append(f"combination={self.combination}")
-        if self.fragments > 1:
-            words.append(f"fragments={self.fragments}")
-        if self.message_format:
-            words.append(f"message_format={self.message_format}")
-        if self.push_sum:
-            words.append(PUSH_SUM)
-        if self.weights:
-            words.append("weights=" + ";".join(",".join(f"{weight!r}" for weight in row) for row in self.weights))
-        if self.outer is not None:
-            rate = f":{self.outer.lr!r}" + (f":{self.outer.momentum!r}" if self.outer_optimizer != "sgd" else "")
-            words.append(f"outer={self.outer_optimizer}{rate}")
-        if self.participation != 1.0:
-            words.append(f"participation={self.participation!r}")
-        if self.seed:
-            words.append(f"seed={self.seed}")
-        if self.merge != "half":
-            numbers = "".join(f":{getattr(self, key)!r}" for key in MERGE_KEYS.get(self.merge, ()))
-            words.append(f"merge={self.merge}{numbers}")
-        if self.schedule:
-            words.append(f"schedule={self.schedule}")
-        if self.delays:
-            words.append(f"delays={','.join(map(str, self.delays))}")
-        if self.backward != "stash":
-            words.append(f"backward={self.backward}")
-        if self.beta != 1.0:
-            words.append(f"beta={self.beta!r}")
+        words = [f"{self.kind}/{self.period_steps}" if self.mixes else self.kind]
+        for key in self._given():
+            match key:
+                case "graph":
+                    words.append(self.graph)
+                case "push_sum":
+                    words.append(PUSH_SUM)
+                case "weights":
+                    words.append("weights=" + ";".join(",".join(map(repr, row)) for row in self.weights))
+                case "outer_optimizer":
+                    assert self.outer is not None
+                    rate = f":{self.outer.lr!r}" + (f":{self.outer.momentum!r}" if self.outer_optimizer != "sgd" else "")
+                    words.append(f"outer={self.outer_optimizer}{rate}")
+                case "merge":
+                    numbers = "".join(f":{getattr(self, number)!r}" for number in MERGE_KEYS.get(self.merge, ()))
+                    words.append(f"merge={self.merge}{numbers}")
+                case "delays":
+                    words.append(f"delays={','.join(map(str, self.delays))}")
+                case _ if key in _READERS:
+                    words.append(f"{key}={getattr(self, key)}")
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """The kind, and what differs from the default."""
         document = {"kind": self.kind, **{key: getattr(self, key) for key in self._given()}}
         if self.weights:
             document["weights"] = [list(row) for row in self.weights]
@@ -740,14 +704,7 @@ def _array(weights: MixingWeights) -> Any:
 
 
 def parse_synchronisation(text: str) -> Synchronisation:
-    """Inverse of `str(synchronisation)`.
-
-    Args:
-        text: such as `average/8 outer=nesterov:0.7:0.9`.
-
-    Raises:
-        PlanError: it is none.
-    """
+    """Inverse of `str(synchronisation)`. Raises PlanError."""
     head, *words = _words(text)
     kind, has_period, period = head.partition("/")
     found: dict[str, Any] = {"kind": kind}
@@ -765,43 +722,38 @@ def parse_synchronisation(text: str) -> Synchronisation:
             match name:
                 case "graph":
                     found["graph"] = word
-                case "combination":
-                    found["combination"] = value
-                case "fragments":
-                    found["fragments"] = int(value)
-                case "push_sum":
-                    found[PUSH_SUM] = True
-                case "weights":
-                    found["weights"] = tuple(tuple(map(float, row.split(","))) for row in value.split(";"))
                 case "outer":
                     found["outer_optimizer"], *numbers = value.split(":")
                     found |= _numbers(word, ("outer_learning_rate", "outer_momentum"), numbers)
-                case "participation":
-                    found["participation"] = float(value)
-                case "seed":
-                    found["seed"] = int(value)
                 case "merge":
                     found["merge"], *numbers = value.split(":")
                     found |= _numbers(word, MERGE_KEYS.get(found["merge"], ()), numbers)
-                case "delays":
-                    found["delays"] = tuple(map(int, value.split(",")))
-                case "schedule" | "backward" | "message_format":
-                    found[name] = value
-                case "beta":
-                    found["beta"] = float(value)
+                case _ if name in _READERS:
+                    found[name] = _READERS[name](value)
                 case _:
-                    raise PlanError(
-                        f"{text!r} is not a synchronisation: {word!r} is neither a graph nor a key{near_matches(name, _WORDS)}"
-                    )
+                    near = near_matches(name, _READERS)
+                    raise PlanError(f"{text!r} is not a synchronisation: {word!r} is neither a graph nor a key{near}")
     except ValueError as error:
         raise PlanError(f"{text!r} is not a synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error
     return Synchronisation(**found)
 
 
-_WORDS = (
-    *("combination", "fragments", "message_format", PUSH_SUM, "weights", "outer", "participation", "seed", "merge"),
-    *("schedule", "delays", "backward", "beta"),
-)
+_READERS: dict[str, Callable[[str], Any]] = {
+    "combination": str,
+    "fragments": int,
+    "message_format": str,
+    PUSH_SUM: lambda text: True,
+    "weights": lambda text: tuple(tuple(map(float, row.split(","))) for row in text.split(";")),
+    "outer": str,
+    "participation": float,
+    "seed": int,
+    "merge": str,
+    "schedule": str,
+    "delays": lambda text: tuple(map(int, text.split(","))),
+    "backward": str,
+    "beta": float,
+}
+"""How the words of the text form are read; numbers follow the names of outer optimizers and merges."""
 
 
 def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:

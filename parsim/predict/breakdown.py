@@ -36,7 +36,7 @@ from parsim.model.model import Model
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.program.columns import Columns, stable_order
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.timeline import Timeline
 
 # Checked columns of a Timeline, and interval arithmetic on them.
@@ -89,7 +89,6 @@ def rows_of(columns: Columns, timeline: Timeline) -> Rows:
 
 
 def in_order(numbers: Floats | Ints) -> bool:
-    """Whether none is less than the one before it."""
     return bool((numbers[1:] >= numbers[:-1]).all())
 
 
@@ -146,7 +145,6 @@ class RankBreakdown:
 
     @property
     def step_s(self) -> float:
-        """The sum of the categories."""
         return self.compute_s + self.load_s + self.host_s + self.exposed_communication_s + self.bubble_s + self.idle_s
 
 
@@ -166,9 +164,9 @@ def breakdown(
     """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
 
     Args:
-        ranks: only these, in this order (None: all).
         timeline: simulated or measured, of this graph.
         step_s: length of the step; None for the timeline's makespan. Spans are cut to it.
+        ranks: only these, in this order (None: all).
 
     Raises GraphError for a timeline of another graph, or a step that is negative or not finite.
     """
@@ -340,8 +338,8 @@ def lower_bound_s(graph: AnyGraph, durations_s: ArrayLike) -> float:
     """Seconds: the larger of the busiest resource's total work and the longest path of dependencies.
 
     Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for its
-    dependencies. Leaves out that a resource also waits (pipeline fill), so it can be far below the best order. `durations_s`:
-    float64 [n], seconds each task takes alone. Raises GraphError as the engines do.
+    dependencies. Leaves out that a resource also waits (pipeline fill). `durations_s`: float64 [n], seconds each task takes
+    alone. Raises GraphError as the engines do.
     """
     compiled = compile_graph(graph)
     durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)

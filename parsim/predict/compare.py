@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from parsim.costs.observed import task_durations_s
 from parsim.errors import ParsimError
 from parsim.predict.result import Interval
-from parsim.program.task import Origin
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Origin, TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import kind_of
 
@@ -80,10 +79,9 @@ class TaskComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindComparison:
-    """All tasks of one kind; each task counts once, on however many ranks it runs.
+    """All tasks of one kind; each task counts once, on however many ranks it runs. Seconds are sums.
 
     Attributes:
-        predicted_s, measured_s: summed seconds. relative_error: of these sums.
         median_absolute_relative_error: over the single tasks whose measured time is not 0.
         within_interval: None if no interval of the sum was given.
     """
@@ -104,7 +102,7 @@ class KindComparison:
 class PaceComparison:
     """The step as it is predicted at the pace of the cores beside the run (`parsim.predict.evaluate`).
 
-    Attributes: slowness: how many times as long the probe took as while the profile was measured.
+    slowness: how many times as long the probe took as while the profile was measured.
     """
 
     slowness: float
@@ -117,8 +115,6 @@ class PaceComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryComparison:
-    """Peak memory of one rank."""
-
     rank: int
     predicted_bytes: int
     measured_bytes: int
@@ -150,10 +146,8 @@ class Comparison:
         return tuple(sorted(self.tasks, key=lambda row: -abs(row.predicted_s - row.measured_s))[:LARGEST_ERRORS])
 
     def to_dict(self, *, tasks: bool = False) -> dict[str, Any]:
-        """`predicted`, `measured` (seconds), `relative_error`, `within_interval` of the step, and the same per kind.
-
-        `tasks=True` adds every task, otherwise only those with the largest errors are listed.
-        """
+        """Seconds, relative errors and intervals of the step, and the same per kind. Of tasks those with the largest errors;
+        `tasks=True` adds every one."""
         document: dict[str, Any] = {
             "predicted": self.step.predicted_s,
             "measured": self.step.measured_s,
@@ -259,24 +253,19 @@ def kind_intervals_s(graph: TaskGraph, durations_s: NDArray[np.float64]) -> dict
     return intervals
 
 
-def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int = 1000, seed: int = 0) -> AAFloor:
+def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int = 1000) -> AAFloor:
     """Noise floor of a measurement compared with itself.
 
     The rounds are split at random into two disjoint halves of floor(n / 2) rounds, `splits` times. The difference of one split
     is |mean A - mean B| / ((mean A + mean B) / 2) over all step times of the halves. Returns median and 95th percentile of
-    these differences. Rounds, not steps, are split: the steps of one round share its disturbances.
+    these differences. Rounds, not steps, are split: the steps of one round share its disturbances. Leaves out drift slower than
+    the whole measurement, which `drift` hints at.
 
-    Leaves out drift slower than the whole measurement, which `drift` hints at.
-
-    Args:
-        rounds: step seconds of every interleaved round, or one time per round.
-
-    Raises:
-        ParsimError: with fewer than 4 rounds.
+    `rounds`: step seconds of every interleaved round, or one time per round. Raises ParsimError with fewer than 4 rounds.
     """
     sums, counts = _round_sums(rounds)
     half = len(sums) // 2
-    order = np.random.default_rng(seed).permuted(np.tile(np.arange(len(sums)), (splits, 1)), axis=1)
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(len(sums)), (splits, 1)), axis=1)
     first, second = order[:, :half], order[:, half : 2 * half]
     mean_first = sums[first].sum(axis=1) / counts[first].sum(axis=1)
     mean_second = sums[second].sum(axis=1) / counts[second].sum(axis=1)

@@ -13,8 +13,16 @@ from parsim.costs.adjustments import COMPUTATION
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import OperatorModel
 from parsim.costs.compute.launches import ComputeRequest
-from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.estimate import (
+    Estimate,
+    OverlapFactors,
+    Term,
+    medians_s,
+    rank_noise,
+    repeat_sigmas,
+    sample_durations_s,
+    sampled_durations_by_rows,
+)
 from parsim.costs.loading import WAIT, UnmeasuredLoading
 from parsim.engines import dynamic, static
 from parsim.engines.noise import noisy_steps_s, slowest_ranks
@@ -22,19 +30,17 @@ from parsim.engines.program import mean_step_s, waiting_together
 from parsim.engines.static import CompiledGraph
 from parsim.errors import PlanError
 from parsim.hardware.speed_factor import SpeedFactor
+from parsim.model.component import narrow
 from parsim.model.operator_table import UNLISTED
-from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions
-from parsim.predict.folding import folding_of
+from parsim.predict.folding import folding_of, nearly_alike, nearly_shifted, program_of
 from parsim.predict.memory import RankMemory
-from parsim.predict.nearly_alike import nearly_alike, nearly_shifted, program_of
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units
-from parsim.program.columns import Columns, Unit
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Columns, Folding, Unit, unfolded
 from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.units import format_percent, format_seconds
@@ -51,8 +57,8 @@ def unlisted_warnings(
 ) -> tuple[str, ...]:
     """One line that names them, the largest share first; none where the model has none or all of it was measured.
 
-    The share is of all task time (`seconds` per unit), as a model without them would be priced. It counts the bytes they move,
-    not arithmetic that nobody stated, so it is a lower bound.
+    The share is of all task time, as a model without them would be priced. It counts the bytes they move, not arithmetic that
+    nobody stated, so it is a lower bound.
     """
     names = {
         component.name: sorted({op.function for op in component.operators if op.function.startswith(UNLISTED)})
@@ -82,7 +88,6 @@ def unlisted_warnings(
 
 
 def _share(problem: PlanningProblem, work: Compute, name: str, model: OperatorModel) -> float:
-    """The share of the component's seconds that an operator has, by the operator model."""
     shard = narrow(problem.model.component(work.component), work.rule, work.ways)
     rest = replace(shard, operators=tuple(op for op in shard.operators if op.function != name))
     with_s, without_s = (
@@ -146,7 +151,6 @@ class Evaluation(SimulatedStep):
 
     @property
     def graph(self) -> TaskGraph:
-        """The program as tasks."""
         return self.compiled.graph
 
     def alone_text(self) -> str:
@@ -170,8 +174,8 @@ def evaluate(
     """Simulate one step of `plan`.
 
     Args:
-        problem: model, cluster, batch and prices. engine: "static" or "dynamic".
-        samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
+        engine: "static" or "dynamic". samples: draws for the interval (0: the interval is the median). reason: why the plan was
+            kept.
         fold: simulate interchangeable ranks once (`parsim.predict.folding`); None: with more than `MANY_RANKS` ranks, or with
             cp or ep. Not done if ranks share cores.
         run: the step of this plan, where it was simulated already.
@@ -251,7 +255,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     if nearly is None:
         folding = folding if folding.is_exact or gossips else unfolded(plan.mesh)
         compiled = program_of(problem, layout, folding)
-        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding=folding))
+        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding))
     else:
         folding, compiled, estimates = nearly
     columns = compiled.columns
@@ -260,49 +264,42 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     measured = problem.cluster.profile.overlap is not None
     works = columns.units.each([unit.work for unit in columns.units.kinds]) if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
+    period, noise = None, sigma if plan.world_size > 1 else 0.0
     if not is_one_step(plan):
-        period = mixing_period(problem, layout, folding=folding)
-        steady_s, step_s = _period_s(period, sigma if plan.world_size > 1 else 0.0)
-        return SimulatedStep(
-            folding=folding,
-            compiled=compiled,
-            estimates=estimates,
-            overlap=overlap,
-            steady_s=steady_s,
-            step_s=max(step_s + costs.between_steps_s, floor_s),
-            period=period,
-        )
-    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    if floor_s > steady_s + costs.between_steps_s:  # ranks compute faster than their workers read: every load waits
-        wait_s = floor_s - steady_s - costs.between_steps_s
-        wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
-        estimates = tuple(
-            estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
-            for unit, estimate in zip(columns.units, estimates, strict=True)
-        )
-        medians = medians_s(estimates)[columns.unit]
+        period = mixing_period(problem, layout, folding)
+        steady_s, step_s = _period_s(period, noise)
+        step_s = max(step_s + costs.between_steps_s, floor_s)
+    else:
         steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    step_s = steady_s
-    if sigma and plan.world_size > 1:
-        if folding.is_folded:
-            step_s = folded_unsteady_s(compiled, folding, medians, overlap, sigma)
-        else:
-            step_s = unsteady_s(compiled, medians[None, :], overlap, sigma)
+        if floor_s > steady_s + costs.between_steps_s:  # ranks compute faster than their workers read: every load waits
+            wait_s = floor_s - steady_s - costs.between_steps_s
+            wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
+            estimates = tuple(
+                estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
+                for unit, estimate in zip(columns.units, estimates, strict=True)
+            )
+            medians = medians_s(estimates)[columns.unit]
+            steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+        step_s = steady_s
+        if noise and folding.is_folded:
+            step_s = folded_unsteady_s(compiled, folding, medians, overlap, noise)
+        elif noise:
+            step_s = unsteady_s(compiled, medians[None, :], overlap, noise)
+        step_s += costs.between_steps_s
     return SimulatedStep(
         folding=folding,
         compiled=compiled,
         estimates=estimates,
         overlap=overlap,
         steady_s=steady_s,
-        step_s=step_s + costs.between_steps_s,
+        step_s=step_s,
+        period=period,
     )
 
 
 def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
-    """The mean step from round to round, without and with noise of single ranks.
-
-    The noise of local steps in a row averages out before ranks wait for one another.
-    """
+    """The mean step from round to round, without and with noise of single ranks. That of local steps in a row averages out
+    before ranks wait for one another."""
     rows = period.medians_s
     steady_s = float(period.steps_s(rows)[0])
 
@@ -316,12 +313,10 @@ def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
-    """The evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
+    """The evaluation with an interval from draws of the cost parameters, corrected by the problem's history; no `samples`
+    keep the median alone.
 
     Where published runs have shown how far such answers lie from measurements (`problem.learnt`), the interval is theirs.
-
-    If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
-    (`parsim.engines.noise`). No `samples` keep the median alone.
     """
     result = replace(evaluation.result, reason=reason)
     if samples:
@@ -347,7 +342,6 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
 
 
 def _uncorrected(problem: PlanningProblem, evaluation: Evaluation, samples: int) -> Interval:
-    """The interval of the step before the profile's history corrects it."""
     median, learnt = evaluation.result.step_s.median, problem.learnt
     if learnt.text:
         return Interval(median=median, p05=median * learnt.low, p95=median * learnt.high)
@@ -355,9 +349,11 @@ def _uncorrected(problem: PlanningProblem, evaluation: Evaluation, samples: int)
 
 
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
-    """The mean step under each draw of the cost parameters: float64 [samples] seconds.
+    """The mean step under each draw of the cost parameters: float64 [samples] seconds. Leaves out drift of the machine
+    within one run.
 
-    If no task has its own noise, draws are per unit. Leaves out drift of the machine within one run.
+    If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
+    (`parsim.engines.noise`).
     """
     if evaluation.period is not None:
         return evaluation.period.drawn_s(samples, SEED)
@@ -376,7 +372,7 @@ def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]
 
 
 def unsteady_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
-    """Seconds of the mean step under noise of single ranks. The noise is that of a rank's core, which ranks may share.
+    """Seconds of the mean step under noise of single ranks: of a rank's core, which ranks may share.
 
     Args:
         rows_s: float64 [rows, n] seconds of tasks. sigma: relative noise; 0, or a single rank, draws none.
@@ -423,29 +419,31 @@ def folded_unsteady_s(
     return slowed_s * noisy_s / plain_s
 
 
-def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
+def sampled_durations_s(evaluation: Evaluation) -> NDArray[np.float64]:
     """The draws from which `evaluate` makes the interval: float64 [samples, tasks] seconds."""
-    return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
+    return sample_durations_s(evaluation.estimates, SAMPLES, SEED, unit=evaluation.compiled.columns.unit)
 
 
 def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:
-    """A folded rank gets the result of the rank that represents it."""
     if not folding.is_folded:
         return tuple(parts)
     by_rank = {part.rank: part for part in parts}
     return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
 
 
-def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
-    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too.
-
-    A task stands for as many as the ranks that its own stand for, over how many take part in one.
-    """
+def ranks_per_task(columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [tasks]: how many ranks each task uses, counting those that its own stand for."""
     weight = np.zeros(columns.world_size)
     weight[list(folding.ranks)] = folding.weights
-    rows = columns.use_tasks
-    ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
+    uses = weight[columns.resource_rank[columns.uses.values]]
+    return np.asarray(np.bincount(columns.use_tasks, weights=uses, minlength=columns.size), dtype=np.float64)
+
+
+def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too. A task stands for as
+    many as the ranks that its own stand for, over how many take part in one."""
     taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units.kinds])
+    ranks = ranks_per_task(columns, folding)
     copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part[columns.units.kind]
     seconds: NDArray[np.float64] = medians_s(estimates) * copies
     return seconds
@@ -475,17 +473,15 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
 
 
 def _offloading(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
-    """The problem whose prices depend on how many ranks share a host, where a plan offloads that was given and not searched."""
+    """The problem whose prices depend on how many ranks share a host, where a plan that was given offloads."""
     if not plan.offloads or problem.offloads:
         return problem
     return replace(problem, optimizer_offload=plan.optimizer_offload, activation_offload=plan.activation_offload)
 
 
 def offload_assumptions(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
-    """What is assumed of the host of a plan that offloads; nothing for another plan.
-
-    Raises CostError if the way to the host, or its memory, is not known.
-    """
+    """What is assumed of the host of a plan that offloads. Raises CostError if the way to the host, or its memory, is not
+    known."""
     if not plan.offloads:
         return ()
     path = problem.costs(plan.world_size).host_path_of(0)
@@ -532,7 +528,7 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
 def _slowed_s(
     columns: Columns, estimates: Sequence[Estimate], unit: Ints, speed: SpeedFactor, on_gpu: bool
 ) -> NDArray[np.float64]:
-    """float64 [moments, tasks]: seconds of every task at the speed of its ranks."""
+    """float64 [moments, tasks]."""
     slow = speed.by_rank
     by_use = slow[columns.resource_rank[columns.uses.values]]
     counts = np.diff(columns.uses.offsets)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_totals_s
-from parsim.predict.breakdown import RankBreakdown
-from parsim.predict.evaluate import Evaluation
+from parsim.predict.evaluate import Evaluation, ranks_per_task
 from parsim.predict.problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.work import ClipGradients, Collective, Compute, HostCopy, HostUpdate, LoadBatch, Mix, OptimizerStep, SendRecv, Work
@@ -97,7 +96,6 @@ class Explanation:
     tasks: tuple[ExplainedTask, ...]
 
     def of(self, category: str) -> tuple[ExplainedTask, ...]:
-        """The tasks of a category."""
         return tuple(task for task in self.tasks if task.what.category == category)
 
     def __repr__(self) -> str:
@@ -109,7 +107,8 @@ class Explanation:
         width = max(len(name) for name, _ in self.categories)
         lines = [f"Where the {format_seconds(self.step_s)} of a step come from: {self.title} (seconds of the mean rank)"]
         for name, seconds in (*self.categories, ("step", self.step_s)):
-            lines.append(f"  {name:{width}}  {format_seconds(seconds):>9}  {_share(seconds, self.step_s):>7}")
+            share = format_percent(seconds / self.step_s) if self.step_s else ""
+            lines.append(f"  {name:{width}}  {format_seconds(seconds):>9}  {share:>7}")
         for category, seconds in self.categories:
             tasks = self.of(category)
             if not tasks:
@@ -145,7 +144,6 @@ class Explanation:
         return pd.DataFrame(self.rows())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"title": self.title, "step_s": self.step_s, "categories": dict(self.categories), "rows": self.rows()}
 
 
@@ -177,7 +175,7 @@ def _categories(problem: PlanningProblem, evaluation: Evaluation) -> tuple[tuple
     """Name and seconds; those that are zero for the plan are left out, but for computation."""
     step_s, steady_s = evaluation.result.step_s.median, evaluation.steady_s
     between_s = problem.costs(evaluation.result.plan.world_size).between_steps_s
-    means = {name: _mean(evaluation.breakdown, key) for name, key in _BREAKDOWN.items()}
+    means = {name: float(np.mean([getattr(part, key) for part in evaluation.breakdown])) for name, key in _BREAKDOWN.items()}
     alone_s = sum(means.values())
     seconds = {
         **means,
@@ -198,18 +196,11 @@ _BREAKDOWN = {
 }
 
 
-def _mean(parts: Iterable[RankBreakdown], key: str) -> float:
-    return float(np.mean([getattr(part, key) for part in parts]))
-
-
 def _tasks_by_kind(evaluation: Evaluation) -> list[ExplainedTask]:
     """Units of one kind together, each weighted by how many of its tasks the mean rank has."""
     columns, folding = evaluation.compiled.columns, evaluation.folding
-    weight = np.zeros(columns.world_size)
-    weight[list(folding.ranks)] = folding.weights
-    uses = weight[columns.resource_rank[columns.uses.values]]
-    per_task = np.bincount(columns.use_tasks, weights=uses, minlength=columns.size)
-    per_unit = np.bincount(columns.unit, weights=per_task, minlength=len(columns.units)) / weight.sum()
+    per_task = ranks_per_task(columns, folding)
+    per_unit = np.bincount(columns.unit, weights=per_task, minlength=len(columns.units)) / float(sum(folding.weights))
     groups: dict[TaskKind, list[tuple[Estimate, float]]] = {}
     for unit, estimate, tasks in zip(columns.units, evaluation.estimates, per_unit.tolist(), strict=True):
         if tasks:
@@ -300,7 +291,3 @@ def _named(term: ExplainedTerm) -> str:
     if term.operation not in ("times", "over") or term.value is None:
         return term.name
     return f"{term.name} ({term.operation} {term.value:.3g})"
-
-
-def _share(seconds: float, step_s: float) -> str:
-    return format_percent(seconds / step_s) if step_s else ""

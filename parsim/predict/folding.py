@@ -20,28 +20,35 @@ are alike.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate, medians_s
+from parsim.engines.program import mean_step_s
+from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.hardware.cluster import Cluster
 from parsim.numeric import Ints
-from parsim.plans.layouts import HOPS, LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
-from parsim.program.fold import Folding, unfolded
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.rounds import beside_products, mixing_period
+from parsim.program.columns import Folding, unfolded
 from parsim.program.passes.convert import hop_collective, hop_message, transfer_bytes
 from parsim.program.passes.gradients import bucket_work, replica_sum_work
 from parsim.program.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.program.placed import PlanIndex
-from parsim.work import Collective, Phase, SendRecv, Work
+from parsim.program.templates import lower_columns, moved_work
+from parsim.work import Collective, Phase, SendRecv, Work, is_communication, ranks_of_work
 
 # What replicas pay for the communication inside them: every kind of it, and its price for the tp shards side by side.
 
@@ -103,89 +110,63 @@ class InsideSeconds:
     """
 
     def __init__(self, layout: PlanIndex, exchanges: Sequence[Exchange], costs: Costs, price: WorkSeconds) -> None:
-        self._layout = layout
-        self._exchanges = exchanges
-        self._costs = costs
-        self._price = price
+        self._layout, self._exchanges, self._cluster, self._price = layout, exchanges, costs.cluster, price
         self._of_replica: dict[int, list[list[float]]] = {}
-        self._paths: dict[tuple[object, ...], list[_Path]] = {}
+        self._kind_of: dict[tuple[str, tuple[int, ...]], int] = {}
         self._kinds: dict[Hashable, int] = {}
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[Exchange, int], float] = {}
 
     def __call__(self, replica: int) -> list[list[float]]:
         """By kind of communication, then by tp shard."""
         if replica not in self._of_replica:
-            numbers = range(len(self._exchanges))
-            self._of_replica[replica] = [self._side_by_side(number, replica) for number in numbers]
+            self._of_replica[replica] = [self._side_by_side(exchange, replica) for exchange in self._exchanges]
         return self._of_replica[replica]
 
-    def _side_by_side(self, number: int, replica: int) -> list[float]:
-        exchange = self._exchanges[number]
-        route = (replica, exchange.source, exchange.target, exchange.hop, exchange.inside)
-        if route not in self._paths:
-            groups = _groups_of(self._layout, exchange, replica)
-            self._paths[route] = [_Path(group, self._kind(exchange, group)) for group in groups]
-        paths = self._paths[route]
-        new = {path.kind: path for path in paths if (number, path.kind) not in self._seconds}
+    def _side_by_side(self, exchange: Exchange, replica: int) -> list[float]:
+        works = _side_by_side(self._layout, exchange, replica)
+        keys = [(exchange, self._kind(work)) for work in works]
+        new = {key: work for key, work in zip(keys, works, strict=True) if key not in self._seconds}
         if new:
-            works = [_work(self._layout, exchange, path.group) for path in new.values()]
-            self._seconds.update(zip([(number, kind) for kind in new], self._price(works), strict=True))
-        return [self._seconds[number, path.kind] for path in paths]
+            self._seconds.update(zip(new, self._price(tuple(new.values())), strict=True))
+        return [self._seconds[key] for key in keys]
 
-    def _kind(self, exchange: Exchange, group: tuple[int, ...]) -> int:
-        """A number, equal for groups that pay the same for the same bytes; where nothing says so, the group's own."""
-        mesh = self._layout.plan.mesh
-        if exchange.inside is None and (exchange.hop is None or exchange.hop.operation in POINT_TO_POINT_HOPS):
-            kind = alike_transfers(self._costs.cluster, (group[0], group[1]), concurrent_transfers(mesh, (group[0], group[1])))
-        else:
-            kind = alike_collectives(self._costs.cluster, self._operation(exchange), group, concurrent_groups(mesh, group))
-        return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
-
-    def _operation(self, exchange: Exchange) -> str:
-        """The collective of an exchange."""
-        if exchange.inside is not None:
-            return exchange.inside[1]
-        assert exchange.hop is not None
-        return HOPS[exchange.hop.operation].collective
+    def _kind(self, work: Collective | SendRecv) -> int:
+        """A number, equal for works that pay the same for the same bytes; where nothing says so, that of the ranks."""
+        operation = "send_recv" if isinstance(work, SendRecv) else work.operation
+        group = (work.source, work.destination) if isinstance(work, SendRecv) else work.group
+        if (operation, group) not in self._kind_of:
+            mesh, kind = self._layout.plan.mesh, None
+            if isinstance(work, SendRecv):
+                pair = work.source, work.destination
+                kind = alike_transfers(self._cluster, pair, concurrent_transfers(mesh, pair))
+            else:
+                kind = alike_collectives(self._cluster, operation, group, concurrent_groups(mesh, group))
+            self._kind_of[operation, group] = self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
+        return self._kind_of[operation, group]
 
 
-class _Path(NamedTuple):
-    """The ranks of a communication, and a number that is equal for those that pay the same."""
-
-    group: tuple[int, ...]
-    kind: int
-
-
-def _groups_of(layout: PlanIndex, exchange: Exchange, replica: int) -> list[tuple[int, ...]]:
-    """The ranks of a communication, as each of the tp shards that do it side by side has them."""
-    tp = layout.plan.mesh.tp
-    source, target, hop = exchange.source, exchange.target, exchange.hop
-    if exchange.inside is not None:
-        axis, _ = exchange.inside
-        return [layout.inner_group(layout.rank(source, replica, shard), axis) for shard in range(tp)]
-    if hop is None:
-        return [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
-    groups = hop_pairs(hop, tp) if hop.operation in POINT_TO_POINT_HOPS else hop_groups(hop, tp)
-    return [tuple(layout.rank(source, replica, shard) for shard in group) for group in groups]
-
-
-def _work(layout: PlanIndex, exchange: Exchange, group: tuple[int, ...]) -> Collective | SendRecv:
-    """What a group of ranks does."""
+def _side_by_side(layout: PlanIndex, exchange: Exchange, replica: int) -> list[Collective | SendRecv]:
+    """A communication as each of the tp shards does it."""
     tp, size_bytes, hop = layout.plan.mesh.tp, exchange.size_bytes, exchange.hop
+    ranks = [layout.rank(exchange.source, replica, shard) for shard in range(tp)]
     if exchange.inside is not None:
-        return Collective(operation=exchange.inside[1], group=group, size_bytes=size_bytes, visits=exchange.visits)
+        axis, operation = exchange.inside
+        groups = [layout.inner_group(rank, axis) for rank in ranks]
+        return [Collective(operation=operation, group=group, size_bytes=size_bytes, visits=exchange.visits) for group in groups]
     if hop is None:
-        return SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
+        ends = [layout.rank(exchange.target, replica, shard) for shard in range(tp)]
+        return [SendRecv(source=rank, destination=end, size_bytes=size_bytes) for rank, end in zip(ranks, ends, strict=True)]
     if hop.operation in POINT_TO_POINT_HOPS:
-        return hop_message(hop, group[0], group[1], size_bytes, tp)
-    return hop_collective(hop, group, size_bytes, tp)
+        return [hop_message(hop, ranks[first], ranks[last], size_bytes, tp) for first, last in hop_pairs(hop, tp)]
+    groups = [tuple([ranks[shard] for shard in group]) for group in hop_groups(hop, tp)]
+    return [hop_collective(hop, group, size_bytes, tp) for group in groups]
 
 
 # Where ranks sit, up to the names of nodes and switches: which of them do alone what others do.
 
 
 def ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
-    """Its ranks, stage by stage. Args: mesh: of the plan. replica: a copy."""
+    """Its ranks, stage by stage."""
     return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
 
 
@@ -264,7 +245,7 @@ class RankKinds:
 # On a machine of equal nodes m is at least the ranks of a node. Rings, lattices (Ada's too) and exponential graphs allow it.
 #
 # Leaf switches of a fat tree seldom allow it: 168 nodes fill nine leaves of 18 and a third of a tenth, and a message that
-# crosses leaves takes a microsecond longer. Without them such replicas are nearly alike (`parsim.predict.nearly_alike`).
+# crosses leaves takes a microsecond longer. Without them such replicas are nearly alike (`parsim.predict.folding`).
 #
 # Leaves out: replicas of several ranks, and symmetries other than moving on, such as the mirror image of a mesh.
 
@@ -273,7 +254,7 @@ def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, 
     """The smallest m for which moving all replicas of a gossip on by m changes nothing; the number of copies if there is none.
 
     Args:
-        replica_of: per replica the first that costs the same by itself (`parsim.program.fold`).
+        replica_of: per replica the first that costs the same by itself (`parsim.program.columns`).
         leaves: False takes all leaf switches for one.
     """
     replicas, rule = plan.mesh.dp, plan.synchronisation
@@ -327,10 +308,8 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Find the ranks that represent others under these prices. Raises CostError as `Costs.estimate`.
-
-    `seconds`: medians of communications, to share a cache of prices (None: asks `costs`).
-    """
+    """Find the ranks that represent others under these prices. `seconds`: medians of communications, to share a cache of
+    prices (None: asks `costs`). Raises CostError as `Costs.estimate`."""
     price = seconds or (lambda works: [costs.estimate(work, 0).median_s for work in works])
     mesh = layout.plan.mesh
     if costs.differ_by_rank:  # learnt per rank and link
@@ -371,7 +350,6 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
 
 
 def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
-    """The folding of replicas that gossip; not exact if they are alike but for the leaf switches."""
     plan, mesh = layout.plan, layout.plan.mesh
     exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
     step = nearly if exact == mesh.copies else exact
@@ -380,11 +358,9 @@ def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Fo
 
 
 def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Per replica its representative, where replicas meet in sharding groups and not all in one collective.
-
-    The first group stands for all, place by place, if they consist of replicas of the same kinds and pay the same; else every
-    replica stands for itself. Places of equal kinds are one where the sums over all groups cost the same too.
-    """
+    """Where replicas meet in sharding groups and not all in one collective, the first group stands for all, place by place,
+    if they consist of replicas of the same kinds and pay the same; else every replica stands for itself. Places of equal kinds
+    are one where the sums over all groups cost the same too."""
     mesh = layout.plan.mesh
     place = [replica % mesh.group_copies for replica in range(mesh.copies)]
     alike = all(kind == replica_of[first] for kind, first in zip(replica_of, place, strict=True))
@@ -418,7 +394,6 @@ def _rounded(seconds: float) -> float:
 
 
 def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool:
-    """Alone, every shard of a stage computes and loads as the first does."""
     mesh = layout.plan.mesh
     for stage in range(mesh.pp):
         ranks = [mesh.rank(stage=stage, replica=replica, shard=shard) for shard in range(mesh.tp)]
@@ -428,7 +403,7 @@ def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool
 
 
 def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
-    """Whether works that are done side by side cost the same, up to rounding."""
+    """Up to rounding."""
     return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
@@ -452,11 +427,8 @@ def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> b
 def _bucket_works(
     layout: PlanIndex, is_open: Callable[[str, Sequence[tuple[int, tuple[int, ...]]]], bool]
 ) -> Iterator[Sequence[Collective]]:
-    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself).
-
-    Args:
-        is_open: whether an operation may cost these groups of ranks different times; else its sums are left out.
-    """
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself), of
+    operations that may cost these groups of ranks different times."""
     seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
@@ -466,3 +438,115 @@ def _bucket_works(
             first = layout.buckets.of(family, places[0])
             if is_open(bucket_work(layout, first).operation, family.groups):
                 yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]
+
+
+# --- replicas that are nearly alike -----------------------------------------------------------------------------------
+#
+# Of many replicas some have all their stages under one leaf switch and some have not. Their transfers cost a little more or
+# less, so folding keeps one of each kind. If tasks are issued in order and do not slow one another, no task that takes longer
+# makes a step shorter. So the program of one replica is no shorter than the step when every communication has the highest price
+# that any replica pays for it, and no longer when every one has the lowest. Where the two differ by at most `NEARLY`, the first
+# is the answer: it is too long by at most that.
+#
+# Replicas that gossip may sit alike but for leaf switches. Those of one node are then simulated, between the same bounds: every
+# message has the highest price, or the lowest, of those that it stands for. Leaves out: machines on which computation and
+# communication slow one another.
+
+
+NEARLY = 1e-4
+"""Replicas are simulated as one if their prices leave the step open by no more than this share of it."""
+
+OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
+
+MOST_TASKS = 2**17
+"""Of all programs that a Model keeps: 30 MB, as a task takes about 220 bytes."""
+
+
+class Programs:
+    """The programs of a Model's plans that were asked for last. A program holds no price, so a question about a faster link, or
+    about what a run has shown of the machine, finds it here.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
+
+    def of(self, layout: PlanIndex, folding: Folding, *, resuming: bool) -> CompiledGraph:
+        """One step of the layout's plan under a folding; `resuming`: see `Columns.resuming`. Errors as `compile_graph`."""
+        key = layout.plan, folding, resuming
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        columns = lower_columns(layout.plan, layout.model, layout, folding)
+        compiled = compile_graph(columns.resuming() if resuming else columns)
+        if not layout.plan.offloads:  # what it copies depends on the precision too
+            self._kept[key] = compiled
+            while sum(each.size for each in self._kept.values()) > MOST_TASKS:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    def __reduce__(self) -> tuple[type[Programs], tuple[()]]:
+        """Not sent to other processes."""
+        return Programs, ()
+
+
+def program_of(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> CompiledGraph:
+    resuming = bool(problem.costs(layout.plan.world_size).post_wait_s)
+    return layout.model.remembered(Programs).of(layout, folding, resuming=resuming)
+
+
+def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
+    """The program of one replica with the highest prices of all, if that bounds the mean of `steps` to within `NEARLY`, with
+    its folding and the price of each unit. None: replicas are one already, or differ by more."""
+    mesh, costs = layout.plan.mesh, problem.costs(layout.plan.world_size)
+    overlap = costs.overlap([], [])
+    slowing = problem.cluster.profile.overlap is not None or overlap.communications_share
+    one = None if slowing else merged(folding, costs)
+    if one is None:
+        return None
+    compiled = program_of(problem, layout, one)
+    columns = compiled.columns
+    kinds = columns.units.kinds
+    prices = problem.price(kinds, mesh)
+    bounds: dict[Work, tuple[Estimate, Estimate]] = {}
+    for unit in kinds:
+        if unit.work in bounds or not is_communication(unit.work):
+            continue
+        if likes := _likes(mesh, unit.work, folding.replicas):
+            paid = problem.price([(work, 0) for work in likes], mesh)
+            bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
+
+    def bounded(end: int) -> tuple[Estimate, ...]:
+        paid = [bounds[unit.work][end] if unit.work in bounds else price for unit, price in zip(kinds, prices, strict=True)]
+        return tuple(beside_products(problem.model, layout.plan, columns.units, columns.units.each(paid)))
+
+    low, high = bounded(0), bounded(1)
+    rows = np.array([medians_s(low), medians_s(high)])
+    shortest_s, longest_s = mean_step_s(compiled, rows, overlap, steps=steps, unit=columns.unit)
+    return (one, compiled, high) if longest_s <= shortest_s * (1 + NEARLY) else None
+
+
+def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
+    """A communication of the first replica as all of them do it; none where it is one for all."""
+    if len({rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}) == 1:
+        return [moved_work(work, replica * mesh.tp) for replica in replicas]
+    if (mesh.team == 1 and mesh.groups == 1) or not isinstance(work, Collective):
+        return []
+    shard = min(work.group) % mesh.tp
+    return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]
+
+
+def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Folding:
+    """The folding of a plan that gossips, if it bounds the mean step to within `NEARLY`; else every rank by itself."""
+    if folding.is_exact:
+        return folding
+    slowing = problem.costs(layout.plan.world_size).overlap([], []).communications_share
+    if slowing:
+        return unfolded(layout.plan.mesh)
+    shortest_s, longest_s = (
+        float(period.steps_s(period.medians_s)[0])
+        for period in (mixing_period(problem, layout, folding, lowest=lowest) for lowest in (True, False))
+    )
+    return folding if longest_s <= shortest_s * (1 + NEARLY) else unfolded(layout.plan.mesh)

@@ -7,27 +7,30 @@ from functools import cached_property
 
 import numpy as np
 
-from parsim.costs.draws import medians_s
-from parsim.costs.estimate import OverlapFactors
+from parsim.costs.estimate import OverlapFactors, medians_s
 from parsim.engines import dynamic
-from parsim.engines.program import by_step, mean_step_s, steps_in_a_row
-from parsim.engines.scenario.checkpointing import (
+from parsim.engines.dynamic import ProgramRun
+from parsim.engines.program import Part, Program, mean_step_s, steps_in_a_row
+from parsim.engines.scenario import Run, Scenario, check_places, conditions_for, jittered_s, straggling
+from parsim.engines.whole_run import (
     IntervalTimes,
-    asynchronous_program,
+    Training,
+    WholeRun,
+    course_of,
     daly_interval_s,
+    interval_steps_of,
     interval_times,
     machine_mtbf_s,
-    merges_per_s,
+    simulate_run,
     young_interval_s,
 )
-from parsim.engines.scenario.scenario import Run, Scenario, check_places, conditions_for, jittered_s, straggling
-from parsim.engines.scenario.whole_run import Training, WholeRun, course_of, interval_steps_of, simulate_run
 from parsim.errors import ScenarioError, StandstillError
 from parsim.numeric import Floats
 from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, sampled_steps_s
 from parsim.predict.problem import PlanningProblem
-from parsim.work import Compute, Phase
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph, in_order
+from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase
 
 JITTERED_STEPS = 32
 """Steps whose mean is taken where every step differs."""
@@ -105,9 +108,7 @@ class Played:
         quiet_s = mean_step_s(compiled, self.durations_s[None, :], self._overlap, steps=steps)[0]
         if asynchronous is not None:
             program, rows = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
-            done = dynamic.run_program(
-                program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions, record=True
-            )
+            done = dynamic.run_program(program, list(rows), overlap=self._overlap, conditions=conditions, record=True)
             return float(columns.world_size / merges_per_s(program, done) / quiet_s)
         if conditions is None and not varied:
             return 1.0
@@ -117,7 +118,7 @@ class Played:
             return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
         program = steps_in_a_row(columns, self._overlap, steps=steps)
         try:
-            done = dynamic.run_program(program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions)
+            done = dynamic.run_program(program, list(rows), overlap=self._overlap, conditions=conditions)
         except StandstillError:
             if self.scenario.at(np.inf) == now:
                 raise
@@ -139,15 +140,11 @@ class Played:
             step_s=step_s,
             change_s=self.scenario.change_times_s,
             ranks=result.plan.world_size,
-            nodes=self._nodes,
+            nodes=len({device.node for device in self.problem.cluster.devices[: result.plan.world_size]}),
             computing_s=float(np.mean([rank.compute_s for rank in self.evaluation.breakdown])),
             warm_up_s=run.warm_up_steps * (run.warm_up_factor - 1) * result.step_s.median,
             start_s=run.start_s,
         )
-
-    @property
-    def _nodes(self) -> int:
-        return len({device.node for device in self.problem.cluster.devices[: self.evaluation.result.plan.world_size]})
 
     @property
     def write_s(self) -> float:
@@ -235,3 +232,74 @@ class Forecast:
     steps: int
     whole: WholeRun
     choice: IntervalChoice | None
+
+
+# --- data-parallel steps without waiting ------------------------------------------------------------------------------
+#
+# Data-parallel steps without waiting: every worker merges its own update into one global model, in the order of arrival.
+
+
+MERGE = Resource(0, "merge")
+"""The global model: held by one worker's merge at a time."""
+
+
+def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> tuple[Program, Floats]:
+    """The step of a data-parallel plan with its collectives left out and one merge at the end of every worker's step.
+
+    Args:
+        rows_s: float64 [steps, n], of the synchronous graph's tasks, a row for each local step of every worker.
+        merge_s: what a merge takes, the way there and back included.
+
+    Returns:
+        The program, and float64 [steps, tasks]: what its tasks take in every step.
+
+    Raises ScenarioError if ranks share other work than the sums of gradients: workers that need one another cannot go on alone.
+    """
+    kept: dict[int, int] = {}
+    through: dict[int, tuple[int, ...]] = {}
+    tasks: list[Task] = []
+    last: dict[int, int] = {}
+    for task in graph.tasks:
+        gradients = isinstance(task.work, Collective) and all(resource.stream == "dp" for resource in task.resources)
+        if len(task.ranks) > 1 and not gradients:
+            raise ScenarioError(
+                "asynchronous workers need a plan in which every rank trains alone between merges: one stage and no tensor "
+                'shards; set plan.strategy = "dp", or drop [asynchronous]'
+            )
+    for index in in_order(graph.predecessors()):
+        task = graph.tasks[index]
+        renumbered = (new for need in task.dependencies for new in ((kept[need],) if need in kept else through[need]))
+        needs = tuple(dict.fromkeys(renumbered))
+        if len(task.ranks) > 1:
+            through[index] = needs
+            continue
+        rank = task.ranks[0]
+        on_rank = tuple(need for need in needs if tasks[need].ranks[0] == rank)
+        kept[index] = len(tasks)
+        tasks.append(replace(task, index=len(tasks), dependencies=on_rank))
+        if any(resource.stream == COMPUTE for resource in task.resources):
+            last[rank] = kept[index]
+    for rank, end in sorted(last.items()):
+        resources = (Resource(rank, COMPUTE), MERGE)
+        steps = [task.work for task in tasks if task.ranks[0] == rank and isinstance(task.work, OptimizerStep)]
+        work = Mix(elements=sum(step.elements for step in steps), copies=2)
+        tasks.append(Task(index=len(tasks), work=work, resources=resources, dependencies=(end,), origin=tasks[end].origin))
+    made = TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
+    rows = np.hstack([rows_s[:, list(kept)], np.full((len(rows_s), len(last)), merge_s)])
+    return Program(parts=(Part(graph=made, repeat=len(rows)),), arrival=frozenset({MERGE})), rows
+
+
+def merges_per_s(program: Program, done: ProgramRun) -> float:
+    """Merges per second until the first worker has done all its steps: the rate while all are at work.
+
+    `done` must have been recorded.
+    """
+    first = program.first_number
+    ends = np.sort(done.end_s[[first[step] + task for step, task in done.served[MERGE]]])
+    repeats = len(program.steps)
+    counts: dict[int, int] = {}
+    for number, (_, task) in enumerate(done.served[MERGE]):
+        counts[task] = counts.get(task, 0) + 1
+        if counts[task] == repeats:
+            return float((ends <= ends[number]).sum() / ends[number])
+    return len(ends) / float(ends[-1])

@@ -45,8 +45,8 @@ import numpy as np
 
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
-from parsim.model.component import NOT_LOW, Component, Value
-from parsim.model.formats import FULL_BYTES, Numerics, number_format
+from parsim.model.component import FULL_BYTES, NOT_LOW, Component, Value
+from parsim.model.formats import Numerics, number_format
 from parsim.model.model import Model
 from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions
@@ -94,8 +94,7 @@ DOUBTFUL = (0.01, 0.99)
 def fit_probability(low_bytes: int, median_bytes: int, high_bytes: int, limit_bytes: int) -> float:
     """P(peak <= limit), from the peak at p05, at the median and at p95, ascending; a side without a spread is exact.
 
-    Returns:
-        0 to 1; at least 0.5 exactly if `median_bytes` <= `limit_bytes`, and at least 0.95 exactly if `high_bytes` is.
+    It is at least 0.5 exactly if `median_bytes` <= `limit_bytes`, and at least 0.95 exactly if `high_bytes` is.
     """
     above = limit_bytes >= median_bytes
     width = high_bytes - median_bytes if above else median_bytes - low_bytes
@@ -117,7 +116,6 @@ def bytes_at(low_bytes: int, median_bytes: int, high_bytes: int, probability: fl
 
 @cache
 def _deviation(probability: float) -> float:
-    """The quantile of a probability, in standard deviations."""
     return NormalDist().inv_cdf(probability)
 
 
@@ -152,7 +150,6 @@ class RankMemory:
 
     @property
     def host_bytes(self) -> int:
-        """In the host's memory."""
         return sum(size for _, size in self.host_lines)
 
     @property
@@ -181,7 +178,7 @@ class RankMemory:
 
     @property
     def fit_probability(self) -> float:
-        """P(peak <= limit), all uncertain lines at the same quantile (`fit_probability`)."""
+        """P(peak <= limit), all uncertain lines at the same quantile."""
         if self.host_excess_bytes:
             return 0.0
         return fit_probability(self.low_bytes, self.total_bytes, self.high_bytes, self.limit_bytes)
@@ -197,7 +194,6 @@ class RankMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether it does with the probability that is wanted."""
         return self.needed_bytes <= self.limit_bytes and not self.host_excess_bytes
 
     @property
@@ -207,7 +203,6 @@ class RankMemory:
 
     @property
     def worst(self) -> tuple[str, int]:
-        """The largest line."""
         return max(self.lines, key=lambda line: line[1])
 
     @property
@@ -258,24 +253,15 @@ def plan_memory(
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan, in rank order.
 
-    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed on
-    one of them.
-
     Args:
         scored: what is validated between steps. fit_probability: with which a rank must fit.
-
-    Returns:
-        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
-        optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
-        allocator. A value is counted with the component that first saves it, and under boundary_values elsewhere. `allocator`,
-        an interval, holds the memory of the allocator and of libraries.
     """
     first = unlike_memory(layout, cluster, numerics, scored=scored, fit_probability=fit_probability)
     return of_every_rank(layout, cluster, first)
 
 
 def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """The memory of all ranks of a plan, from `unlike_memory`."""
+    """The memory of all ranks, from `unlike_memory`."""
     mesh, by_rank = layout.plan.mesh, {memory.rank: memory for memory in first}
     shards = 1 if layout.shards_alike else mesh.tp
     by_kind: dict[tuple[int, int, str], RankMemory] = {}
@@ -298,7 +284,13 @@ def unlike_memory(
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
-    """The memory of the first of all ranks that hold as much as one another, as `plan_memory` gives it; in rank order."""
+    """The memory of the first of all ranks that hold as much as one another, in rank order; arguments as of `plan_memory`.
+
+    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed on
+    one of them. The lines are `LINES` and those at the head of this module. A value is counted with the component that first
+    saves it, and under boundary_values elsewhere. `casts` are half-precision copies under autocast, `allocator`, an interval,
+    the memory of the allocator and of libraries.
+    """
     plan, kept = layout.plan, KeptActivations(layout, numerics.precision)
     offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
     backend = cluster.profile.communication.backend
@@ -316,7 +308,6 @@ def unlike_memory(
 
 
 def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
-    """At a place on the pp axis the first rank of each kind of device; of each tp shard, where some components are on one."""
     ranks, tp = layout.plan.mesh.stage_range(place), layout.plan.mesh.tp
     shards = 1 if layout.shards_alike else tp
     return sorted({(rank % shards, cluster.devices[rank].type.name): rank for rank in reversed(ranks)}.values())
@@ -405,10 +396,9 @@ LINES = (
 def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[str, float]:
     """Bytes of parameters and gradients as held all the time.
 
-    With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
-    that part (stage 2), and only its parameters (stage 3). Frozen parameters are divided under ZeRO 3 alone.
-
-    Leaves out: of weights in 8 bits the transposed copy that Hopper's products need, and that buckets are gathered in them.
+    With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of that
+    part (stage 2), and only its parameters (stage 3). Frozen parameters are divided under ZeRO 3 alone. Leaves out: of weights
+    in 8 bits the transposed copy that Hopper's products need, and that buckets are gathered in them.
     """
     layout = kept.layout
 
@@ -429,15 +419,11 @@ def _weight_lines(kept: KeptActivations, rank: int, numerics: Numerics) -> dict[
         parameters += sum(held.size_bytes for held in whole)
     spared = 0.0
     if numerics.weight_dtype:
-        elements = sum(_low_elements(kept.component(name)) for name in layout.rank_components(rank))
+        parts = map(kept.component, layout.rank_components(rank))
+        products = (op for part in parts for op in part.operators if op.kind == "matmul" and op.function != NOT_LOW)
+        elements = sum(op.parameter_bytes * op.count for op in products) / FULL_BYTES
         spared = elements * (numerics.format.weight_bytes - numerics.format.element_bytes) / divided
     return {"parameters": parameters - spared, "gradients": numerics.gradient_bytes(gradients)}
-
-
-def _low_elements(component: Component) -> float:
-    """Weights of the products that a training in 8 bits runs in them (`parsim.model.component.NOT_LOW`)."""
-    products = (op for op in component.operators if op.kind == "matmul" and op.function != NOT_LOW)
-    return sum(op.parameter_bytes * op.count for op in products) / FULL_BYTES
 
 
 # --- the fullest moment -----------------------------------------------------------------------------------------------
@@ -451,18 +437,16 @@ class Moment(NamedTuple):
 
 
 class ComponentMoments(NamedTuple):
-    """One component of one microbatch on a rank, bytes.
+    """One component of one microbatch on a rank, bytes; all but `kept` and `largest_bytes` with what waits beside it.
 
     Attributes:
         kept: from its forward to the end of its backward.
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
-        second: beyond all that is kept, while it runs forward again; with what waits beside it.
-        backward: likewise while it runs backward. handed: gradients of its inputs, as it makes them, with what waits beside it.
+        second, backward, first_half: beyond all that is kept, while it runs forward again, backward, or the first half of its
+            backward (None: not counted, or not halved). handed: gradients of its inputs, as it makes them.
         whole: buckets that are whole meanwhile, by phase and microbatch. phase: of the task that hands on its gradients.
-        first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it. None: it
-            was not counted, or the backward is not halved.
-        waits: what it adds between the halves of a microbatch's backward.
-        only_weights: its backward hands on no gradient. largest_bytes: of its trainable parameters.
+        waits: what it adds between the halves of a microbatch's backward. only_weights: its backward hands on no gradient.
+            largest_bytes: of its trainable parameters.
     """
 
     name: str
@@ -491,27 +475,9 @@ class ComponentMoments(NamedTuple):
         return max(again, self.moment(level, microbatch, self.phase))
 
 
-class ComponentSizes(NamedTuple):
-    """What of `ComponentMoments` components have in common that are of one `KeptActivations.memory_kind`, bytes.
-
-    Attributes: as there, without what its neighbours keep, what waits beside it and what was made before. again_bytes: made by
-        the second forward. forward_beside: values that wait count in its forward. copied: casts that its forward makes.
-    """
-
-    forward: float
-    forward_beside: bool
-    second: float
-    backward: float
-    handed: float
-    phase: Phase
-    first_half: float | None
-    waits: float | None
-    only_weights: bool
-    largest_bytes: int
-
-
-def _component_sizes(here: RankValues, name: str, copied: int) -> ComponentSizes:
-    """`copied`: bytes of its casts."""
+def _component_alone(here: RankValues, name: str, copied: int) -> ComponentMoments:
+    """A component without what it keeps, what waits beside it, what was made before and whole buckets: the same for all of one
+    `KeptActivations.memory_kind`. `copied`: bytes of its casts."""
     layout, kept = here.layout, here.kept
     component, samples, gradients = kept.component(name), layout.local_samples(name), here.gradients_of(name)
     forward_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
@@ -521,7 +487,7 @@ def _component_sizes(here: RankValues, name: str, copied: int) -> ComponentSizes
     runs_backward = gradients.converted or not component.forward_peaks
     backward = max(fullest_bytes(peaks, samples), gradients.converted) if runs_backward else 0.0
     first_half = None if split is None else max(fullest_bytes(split.peaks, samples), gradients.converted)
-    again_bytes, second, forward, forward_beside = 0.0, 0.0, forward_peak, True
+    again_bytes, second, forward = 0.0, 0.0, float(forward_peak)
     if layout.recomputes(name):
         again = kept.again(name)
         again_bytes = again.saved_bytes + copied
@@ -529,22 +495,23 @@ def _component_sizes(here: RankValues, name: str, copied: int) -> ComponentSizes
         if first_half is not None:
             first_half += again_bytes - again.released_bytes
         second = (forward_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted
-        forward, forward_beside = again.first_bytes, bool(again.first_bytes)
+        forward = again.first_bytes
     halved, only_weights = layout.is_halved(name), not layout.wants_input_gradient(name)
-    waits: float | None
     if halved and split is not None:
         waits = fullest_bytes([split.waiting], samples) + again_bytes
     elif halved:
         element_bytes = number_format(kept.precision).element_bytes
         waits = max(gradients.wanted, _arrived_bytes(component, samples, element_bytes)) + again_bytes
     else:
-        waits = gradients.wanted if only_weights else None
-    return ComponentSizes(
+        waits = gradients.wanted if only_weights else 0.0
+    return ComponentMoments(
+        name=name,
+        kept=0.0,
         forward=forward,
-        forward_beside=forward_beside,
         second=second,
         backward=backward,
         handed=gradients.handed,
+        whole={},
         phase=layout.gradient_phase(name),
         first_half=first_half if halved else None,
         waits=waits,
@@ -560,11 +527,8 @@ def _component_moments(
     held_of: Mapping[str, float],
     made_before: Mapping[str, tuple[float, float]],
 ) -> list[ComponentMoments]:
-    """What is there while each component of a rank runs, from its saved activations and its casts of weights.
-
-    A recomputed one runs forward before its backward, beside the gradients of what it puts out, which have been converted by
-    then.
-    """
+    """What is there while each component of a rank runs. A recomputed one runs forward before its backward, beside the
+    gradients of what it puts out, which have been converted by then."""
     layout, count = here.layout, len(here.names)
     values_beside, gradients_beside = (
         alive_bytes(lifetimes, count) for lifetimes in (here.waiting_values(), here.waiting_gradients())
@@ -575,25 +539,23 @@ def _component_moments(
         whole_of.setdefault(name, {})[phase, microbatch] = size
     parts = []
     for number, name in enumerate(here.names):
-        kind, counted = here.kept.memory_kind(name), partial(_component_sizes, here, name, copies[name])
-        sizes = counted() if kind is None else here.once(("sizes", kind), counted)
+        kind, counted = here.kept.memory_kind(name), partial(_component_alone, here, name, copies[name])
+        alone = counted() if kind is None else here.once(("sizes", kind), counted)
         made, made_back = made_before.get(name, (0.0, 0.0))
-        beside = gradients_beside[number] + made_back
-        kept_bytes = saved[name] + (0 if layout.recomputes(name) else copies[name]) + held_of.get(name, 0.0)
+        beside, again = gradients_beside[number] + made_back, layout.recomputes(name)
+        kept_bytes = saved[name] + (0 if again else copies[name]) + held_of.get(name, 0.0)
+        gives_up = not layout.is_halved(name) and not alone.only_weights
         parts.append(
-            ComponentMoments(
+            alone._replace(
                 name=name,
                 kept=kept_bytes,
-                forward=(values_beside[number] + sizes.forward if sizes.forward_beside else 0.0) + made,
-                second=sizes.second + beside if layout.recomputes(name) else 0.0,
-                backward=max(sizes.backward + beside, converted_of.get(name, 0.0)),
-                handed=sizes.handed + beside,
+                forward=made + (0.0 if again and not alone.forward else values_beside[number] + alone.forward),
+                second=alone.second + beside if again else 0.0,
+                backward=max(alone.backward + beside, converted_of.get(name, 0.0)),
+                handed=alone.handed + beside,
                 whole=whole_of.get(name, {}),
-                phase=sizes.phase,
-                first_half=None if sizes.first_half is None else sizes.first_half + beside,
-                waits=-kept_bytes if sizes.waits is None else sizes.waits,
-                only_weights=sizes.only_weights,
-                largest_bytes=sizes.largest_bytes,
+                first_half=None if alone.first_half is None else alone.first_half + beside,
+                waits=-kept_bytes if gives_up else alone.waits,
             )
         )
     return parts
@@ -602,10 +564,7 @@ def _component_moments(
 def _fullest(
     moments: HeldMoments, held: np.ndarray[tuple[int], np.dtype[np.float64]], parts: Sequence[Sequence[ComponentMoments]]
 ) -> tuple[int, Moment]:
-    """The row of the forward at whose end most is held, and how much more the fullest moment has.
-
-    `held`: bytes of each row. `parts`: components of each chunk, in order.
-    """
+    """The row of the forward at whose end most is held, and how much more the fullest moment has."""
     peaks = {kind: _action_peak(parts[kind[0]], *kind[1:]) for kind in dict.fromkeys(moments.kinds)}
     idle = not any(parts)  # a rank may run nothing in some of its chunks, or in all
     running = [row for row, kind in enumerate(moments.kinds) if parts[kind[0]] or idle]
@@ -650,9 +609,8 @@ def _action_peak(parts: Sequence[ComponentMoments], phase: Phase, microbatch: in
 def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     """Bytes of the buckets that are whole on a rank while each of its components runs; empty below ZeRO 2.
 
-    Returns:
-        Of a few actions (`few_actions`), by whose microbatches `HeldMoments.kinds` counts too. A forward that is computed again
-        is a phase of its own: gradients that are still being sent then may be gone in the backward.
+    Of few actions (`few_actions`), by whose microbatches `HeldMoments.kinds` counts too. A forward that is computed again is a
+    phase of its own: gradients that are still being sent then may be gone in the backward.
     """
     plan = layout.plan
     if plan.zero_stage < 2:
@@ -822,14 +780,13 @@ def offloaded_by(kept: KeptActivations) -> Offloaded:
 
 
 def with_offloaded(layout: PlanIndex, precision: str) -> PlanIndex:
-    """The index that says how much each component copies to the host; the same one where nothing does."""
+    """The index that says how much each component copies to the host."""
     if not layout.plan.activation_offload:
         return layout
     return replace(layout, offloaded=offloaded_by(KeptActivations(layout, precision)).copied)
 
 
 def _with_offload_lines(memory: RankMemory, kept: KeptActivations, offloaded: Offloaded, numerics: Numerics) -> RankMemory:
-    """The memory of a rank with the line of what is in flight, and with its lines in the host's memory."""
     layout, plan = kept.layout, kept.layout.plan
     lines, host = memory.lines, list[tuple[str, int]]()
     if plan.optimizer_offload:
@@ -864,11 +821,8 @@ def _blocks(layout: PlanIndex, place: int, shard: int) -> list[tuple[ComponentUs
 
 
 def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], offloaded: Offloaded, order: Mapping[str, int]) -> int:
-    """Bytes on the device while some component computes: its own, those of the one before it, which are leaving, and those that
-    are being fetched for the next.
-
-    Only what computes right before and after a component counts, so every sequence of three blocks is looked at once.
-    """
+    """Bytes on the device while some component computes: its own, those of the one before it, which are leaving, and those
+    that are being fetched for the next. Every sequence of three blocks is looked at once."""
     spans = [Lifetime(name, order[name], order[last] - 1, size) for name, last, size in offloaded.spans]
     beside = alive_bytes(spans, len(order))
     most = 0
@@ -889,11 +843,8 @@ def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], offloaded: Offl
 def with_host_limits(
     first: Sequence[RankMemory], every: Sequence[RankMemory], layout: PlanIndex, cluster: Cluster
 ) -> list[RankMemory]:
-    """The memory of ranks with what each may hold of its node's memory, beside the node's other ranks.
-
-    Args:
-        first: of ranks that hold as much as one another the first. every: of all ranks.
-    """
+    """The memory of the first of ranks that hold as much, with what each may hold of its node's memory beside the node's
+    others. `every`: of all ranks."""
     host = cluster.profile.host_memory
     if host is None or host.memory_bytes is None or not layout.plan.offloads:
         return list(first)
@@ -931,7 +882,6 @@ def batches_held(layout: PlanIndex, stage: int) -> int:
 
 
 def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory:
-    """The memory of a rank with the lines of its plan's relaxed synchronisation."""
     layout, rank = kept.layout, memory.rank
     plan, rule = layout.plan, layout.plan.synchronisation
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
@@ -961,13 +911,11 @@ def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory
 
 
 def _with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scored) -> RankMemory:
-    """The memory of a rank with the line `evaluation`; unchanged where nothing is validated.
+    """The memory of a rank with the line `evaluation`: 0 where the step needs more; none where nothing is validated.
 
-    A rank builds the module, which then takes the gathered weights in place of its own. Replicas whose weights are whole in
-    any case gather none, unless averages are scored, or the mean of replicas that mix in rounds.
-
-    Returns:
-        The line is 0 where the step needs more. Leaves out what the library keeps while it gathers.
+    A rank builds the module, which then takes the gathered weights in place of its own. Replicas whose weights are whole in any
+    case gather none, unless averages are scored, or the mean of replicas that mix in rounds. Leaves out what the library keeps
+    while it gathers.
     """
     if not scored:
         return memory
@@ -984,8 +932,7 @@ def _with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Sco
 
 
 def _scored_bytes(model: Model, samples: int) -> int:
-    """Bytes of one forward of the whole model, of which nothing is kept: at most what its components have made, and what
-    waits."""
+    """Bytes of one forward of the whole model, of which nothing is kept: what its components make, and what waits."""
     place = model.component_index
     sizes = {value.name: value.size_bytes(samples) for value in model.values}
     batch = {value.name for value in model.values if value.producer is None}

@@ -15,10 +15,9 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.published import NOTHING_LEARNT, Learnt
 from parsim.hardware.cluster import Cluster
-from parsim.model.divided import divided_model
+from parsim.model.divided import BALANCED, ExpertRouting, divided_model
 from parsim.model.formats import DEFAULT_NUMERICS, Numerics, check_recorded, model_in
 from parsim.model.model import Model
-from parsim.model.routing import BALANCED, ExpertRouting
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -106,6 +105,9 @@ class PlanningProblem(Remembering):
     switches: tuple[tuple[str, bool], ...] = ()
     optimizer_offload: bool = False
     activation_offload: ActivationOffload = False
+    _cache: PlanCache = field(default_factory=PlanCache, init=False, repr=False, compare=False)
+    _known: dict[int, dict[Hashable, Estimate]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _costs: dict[tuple[int, int, int], tuple[int, Costs]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "safe_probability", max(self.safe_probability, self.fit_probability))
@@ -129,7 +131,6 @@ class PlanningProblem(Remembering):
 
     @property
     def zero_stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that plans may have."""
         return (self.zero_stage,) if isinstance(self.zero_stage, int) else self.constraints.zero_stages
 
     def zero_stages_on(self, mesh: Mesh) -> tuple[int, ...]:
@@ -145,13 +146,8 @@ class PlanningProblem(Remembering):
             state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
         return state_bytes[optimizer]
 
-    @cached_property
-    def _cache(self) -> PlanCache:
-        return PlanCache()
-
     @property
     def offloads(self) -> bool:
-        """Whether plans keep anything in the host's memory."""
         return self.optimizer_offload or bool(self.activation_offload)
 
     def device_bytes_per_element(self, optimizer: str = "") -> int:
@@ -206,24 +202,22 @@ class PlanningProblem(Remembering):
         """
         if self.division is not None or (mesh.cp == mesh.ep == choices == 1):
             return self
-        problem = replace(self, model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(model=self.model_on(mesh), division=InnerAxes(mesh.cp, mesh.ep, choices))
 
     def corrected(self, corrections: RunCorrections) -> PlanningProblem:
         """The problem where the machine runs otherwise. What does not depend on it, layouts and memory, is shared."""
-        problem = replace(self, corrections=corrections)
-        problem.__dict__["_cache"] = self._cache
-        return problem
+        return self._sharing(corrections=corrections)
 
     def knowing(self, learnt: Learnt) -> PlanningProblem:
-        """The problem of which published runs say something else. What does not depend on it is shared."""
-        problem = replace(self, learnt=learnt)
-        problem.__dict__["_cache"] = self._cache
+        """The problem of which published runs say something else; likewise."""
+        return self._sharing(learnt=learnt)
+
+    def _sharing(self, **changes: Any) -> PlanningProblem:
+        problem = replace(self, **changes)
+        object.__setattr__(problem, "_cache", self._cache)
         return problem
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
-        """Peak memory of every rank of a plan."""
         memories = self._cache.memories
         if plan not in memories:
             memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
@@ -298,11 +292,3 @@ class PlanningProblem(Remembering):
         """Estimates of the units of a plan's program, in their order. Of those that are alike one is priced. Raises
         CostError."""
         return units.each(self.price(units.kinds, mesh))
-
-    @cached_property
-    def _known(self) -> dict[int, dict[Hashable, Estimate]]:
-        return {}
-
-    @cached_property
-    def _costs(self) -> dict[tuple[int, int, int], tuple[int, Costs]]:
-        return {}

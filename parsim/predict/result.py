@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.conformal import ConformalCorrection
+from parsim.costs.history import ConformalCorrection
 from parsim.plans.plan import Plan
 
 

@@ -1,6 +1,6 @@
 """The steps of a plan that mixes weights in rounds, as a Program, and their mean.
 
-    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
+    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it
 
 A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
 drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
@@ -19,9 +19,8 @@ from statistics import fmean
 
 import numpy as np
 
-from parsim.costs.communication.internode import exchange_seconds
-from parsim.costs.draws import medians_s, sample_durations_s
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.communication.algorithms import exchange_seconds
+from parsim.costs.estimate import Estimate, OverlapFactors, Term, medians_s, sample_durations_s
 from parsim.engines import static
 from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, unrolled
 from parsim.engines.static import CompiledGraph, compile_graph
@@ -32,8 +31,7 @@ from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s
 from parsim.predict.problem import PlanningProblem
-from parsim.program.columns import Columns, Unit, Units, columns_of
-from parsim.program.fold import Folding
+from parsim.program.columns import Columns, Folding, Unit, Units, columns_of
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
@@ -69,84 +67,63 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
     """Estimates of a program's units with tensor-parallel communication as far as products do not hide it."""
-    if plan.tensor_backward_overlap:
-        return _beside_weight_gradients(model, plan, units, estimates)
-    if not plan.tensor_overlap:
+    if not (plan.tensor_overlap or plan.tensor_backward_overlap):
         return list(estimates)
-    products = {component.name for component in model.components if any(op.kind == "matmul" for op in component.operators)}
+    column_share = {component.name: _column_share(component) for component in model.components}
     forwards = [
-        estimate.median_s
+        (unit.work.component, estimate)
         for unit, estimate in zip(units, estimates, strict=True)
-        if isinstance(unit.work, Compute)
-        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
-        and unit.work.component in products
+        if isinstance(unit.work, Compute) and unit.work.phase is Phase.FORWARD and unit.work.ways > 1
     ]
-    if not forwards:
+    if plan.tensor_backward_overlap:
+        operations, detail = SUMS, "in the backward beside gradients of weights"
+        beside_s = [
+            share * sum(term.value for term in estimate.terms if term.name == "matmul")
+            for name, estimate in forwards
+            if (share := column_share[name])
+        ]
+        cut = [name for name, share in column_share.items() if share]
+        again = sum(name in cut for names in plan.segments for name in names) / max(1, len(cut))
+        backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
+
+        def share_of(seconds: float) -> float:
+            return 1 - backward * fmean(min(1.0, each / seconds) for each in beside_s)
+
+    else:
+        pieces = plan.mesh.tp
+        operations, detail, hidden = IN_PIECES, f"{pieces} pieces beside products", (pieces - 1) / pieces
+        products = {part.name for part in model.components if any(op.kind == "matmul" for op in part.operators)}
+        beside_s = [estimate.median_s for name, estimate in forwards if name in products]
+        product_s = fmean(beside_s or [0.0])
+
+        def share_of(seconds: float) -> float:
+            return max(1 - hidden, 1 - hidden * product_s / seconds)
+
+    if not beside_s:
         return list(estimates)
-    product_s, pieces = fmean(forwards), plan.mesh.tp
-    hidden = (pieces - 1) / pieces
 
     def exposed(estimate: Estimate) -> Estimate:
-        share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
-        return _exposed_share(estimate, share, f"{pieces} pieces beside products")
+        term = Term("exposed share", "times", share_of(estimate.median_s), "assumed", detail)
+        return replace(estimate.then(term), detail=f"{estimate.detail}; {detail}")
 
+    tp = plan.mesh.tp
     return [
-        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, IN_PIECES) else estimate
+        exposed(estimate) if estimate.median_s and _among_shards(unit.work, tp, operations) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
-    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks.
-
-    Args:
-        switches: of every plan.
-    """
-    if isinstance(work, Collective) and len(work.group) == tp and len({rank // tp for rank in work.group}) == 1:
-        if switches.get("tensor_overlap") and work.operation in IN_PIECES:
-            return 1 / tp
-        if switches.get("tensor_backward_overlap") and work.operation in SUMS:
-            return 1 / 2
-    return 1.0
+    """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks."""
+    if switches.get("tensor_overlap") and _among_shards(work, tp, IN_PIECES):
+        return 1 / tp
+    return 1 / 2 if switches.get("tensor_backward_overlap") and _among_shards(work, tp, SUMS) else 1.0
 
 
-def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
-    """Whether it is one of these operations among the shards of one copy of a stage."""
-    work, tp = unit.work, plan.mesh.tp
+def _among_shards(work: Work, tp: int, operations: Sequence[str]) -> bool:
     if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
     return len({rank // tp for rank in work.group}) == 1
-
-
-def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
-    return replace(
-        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
-    )
-
-
-def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Sums over shards, as far as gradients of weights do not hide those of the backward."""
-    by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
-    weight_s = [
-        by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
-        for unit, estimate in zip(units, estimates, strict=True)
-        if isinstance(unit.work, Compute)
-        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
-        and unit.work.component in by_columns
-    ]
-    if not weight_s:
-        return list(estimates)
-    again = sum(name in by_columns for names in plan.segments for name in names) / len(by_columns)
-    backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
-
-    def exposed(estimate: Estimate) -> Estimate:
-        share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
-        return _exposed_share(estimate, share, "in the backward beside gradients of weights")
-
-    return [
-        exposed(estimate) if estimate.median_s and _among_shards(plan, unit, SUMS) else estimate
-        for unit, estimate in zip(units, estimates, strict=True)
-    ]
 
 
 def _column_share(component: Component) -> float:
@@ -189,45 +166,26 @@ def folds(problem: PlanningProblem, plan: Plan) -> bool:
     return alike and not noisy and profile.overlap is None
 
 
-def step_program(
-    layout: PlanIndex,
-    overlap: OverlapFactors,
-    *,
-    local_steps: int | None = None,
-    repeat: int = 1,
-    folding: Folding | None = None,
-) -> Program:
-    """The steps of one cycle of a plan that mixes.
-
-    Args:
-        overlap: tells whether loading runs ahead. repeat: cycles.
-        local_steps: before each round (None: as the plan says, less the step that the round follows).
-
-    Returns:
-        A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.program` says.
-    """
-    plan, rule = layout.plan, layout.plan.synchronisation
-    cycle = rule.cycle(plan.mesh.dp)
-    alone = rule.round_steps - 1 if local_steps is None else local_steps
+def step_program(layout: PlanIndex, folding: Folding, overlap: OverlapFactors, *, local_steps: int) -> Program:
+    """The steps of one cycle of a plan that mixes, with so many before each step with a round. `overlap`: tells whether loading
+    runs ahead."""
     parts: list[Part] = []
-    for number in cycle:
-        if alone:
-            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
-        parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
-    replicas = plan.mesh.dp
-    return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+    for number in layout.plan.synchronisation.cycle(layout.plan.mesh.dp):
+        if local_steps:
+            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=local_steps))
+        parts.append(_part(_graph(layout, folding, number), overlap))
+    return Program(parts=tuple(parts))
 
 
-def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
-    """A step with round `number` behind it, or (local) without."""
-    if folding is None or not folding.is_folded:
+def _graph(layout: PlanIndex, folding: Folding, number: int, *, local: bool = False) -> TaskGraph:
+    if not folding.is_folded:
         return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
     return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
 
 
-def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
+def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1) -> Part:
     makes, reads = carried_by_steps(columns_of(graph), overlap)
-    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
+    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -240,7 +198,7 @@ class MixingPeriod:
         rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
         staggers: replicas begin together and then keep a distance, as when they merge in turn. The mean leaves out the first
             cycle, in which they come to it.
-        ranks: that are simulated; None: all.
+        ranks: that are simulated.
     """
 
     cycle: CompiledGraph
@@ -253,7 +211,7 @@ class MixingPeriod:
     steps: int
     simulated: int
     staggers: bool = False
-    ranks: tuple[int, ...] | None = None
+    ranks: tuple[int, ...]
 
     def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
         """The mean step, from seconds of a cycle and of a local step."""
@@ -306,7 +264,6 @@ class MixingPeriod:
         return float(self.mean_s(np.array(cycle), np.array(local)))
 
     def breakdown(self) -> tuple[RankBreakdown, ...]:
-        """Where the mean step of each simulated rank goes."""
         medians = self.medians_s[0]
         timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
         parts = breakdown(self.cycle, timeline, ranks=self.ranks)
@@ -328,30 +285,26 @@ class MixingPeriod:
 def mixing_period(
     problem: PlanningProblem,
     layout: PlanIndex,
-    overlap: OverlapFactors | None = None,
+    folding: Folding,
     *,
-    folding: Folding | None = None,
     lowest: bool = False,
 ) -> MixingPeriod:
-    """The cycle of a plan that mixes, priced.
-
-    `overlap`: factors to use in place of the program's own. `folding`: which ranks stand for which, of a plan that `folds`;
-    `lowest`: as of `priced_units`. Raises CostError for a task without a price.
-    """
+    """The cycle of a plan that mixes, priced. `folding`: which ranks stand for which, of a plan that `folds`; `lowest`: as
+    of `priced_units`. Raises CostError for a task without a price."""
     plan, rule = layout.plan, layout.plan.synchronisation
     costs = problem.costs(plan.world_size)
     simulated = min(rule.round_steps, UNROLLED_STEPS)
     ahead = costs.overlap([], [])
-    program = step_program(layout, ahead, local_steps=simulated - 1, folding=folding)
+    program = step_program(layout, folding, ahead, local_steps=simulated - 1)
     cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
     local = None
     if simulated < rule.round_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
     rounds = _rounds_of_units(cycle, program, len(units))
-    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
+    estimates = tuple(priced_units(problem, plan, units, folding, rounds=rounds, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
-    factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
+    factors = costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
         cycle=compile_graph(cycle),
         local=None if local is None else compile_graph(local),
@@ -363,7 +316,7 @@ def mixing_period(
         steps=rule.round_steps,
         simulated=simulated,
         staggers=rule.kind == "merge",
-        ranks=None if folding is None else folding.ranks,
+        ranks=folding.ranks,
     )
 
 
@@ -399,20 +352,19 @@ def priced_units(
     problem: PlanningProblem,
     plan: Plan,
     units: Units,
+    folding: Folding,
     *,
     rounds: Ints | None = None,
-    folding: Folding | None = None,
     lowest: bool = False,
 ) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         rounds: per unit the round that it belongs to; None: all to one.
-        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
-        lowest: take the lowest instead.
+        folding: as of the columns. Of messages that a simulated one stands for the highest price is taken, or
+            (`lowest`) the lowest.
 
-    Returns:
-        One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
+    Leaves out, on machines without a link model, what messages of one round cost one another.
     """
     estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
     rule, cluster = plan.synchronisation, problem.cluster
@@ -427,13 +379,13 @@ def priced_units(
     together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
-    steps = range(1) if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    steps = range(0, plan.mesh.copies, len(folding.replicas))
     end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
         every = _all_moved_on(tuple(pairs), steps, plan.world_size)
         alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
-        nearly = folding is not None and not folding.is_exact
+        nearly = not folding.is_exact
         unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.world_size) if nearly else []
         for place, (pair, number) in enumerate(pairs.items()):
             if nearly:
@@ -455,7 +407,6 @@ def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
-    """All messages of a round, once for all of its buckets."""
     return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
 
 

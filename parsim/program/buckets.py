@@ -35,12 +35,10 @@ class HeldParameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients summed together over `group`: all ranks that hold these very parameters, or pieces. Known by its number.
+    """Gradients summed together over `group`: all ranks that hold these very parameters, or pieces. Known by its number. With
+    sharding groups (`Mesh.dp_shard`) the group is that of one of them, and the sums of the others are still to be added.
 
-    With sharding groups (`Mesh.dp_shard`) the group is that of one of them, and the sums of the others are still to be added.
-
-    Attributes:
-        family: of the buckets of the same parameters. shard: the first tp rank of the group.
+    family: of the buckets of the same parameters. shard: the first tp rank of the group.
     """
 
     number: int
@@ -59,7 +57,6 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """What every shard holds, the same for all."""
         return self.family.elements
 
     @property
@@ -78,12 +75,10 @@ class Bucket:
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of all these parts."""
         return self.family.padded_bytes(len(self.group))
 
     @cached_property
     def parameters(self) -> tuple[HeldParameter, ...]:
-        """What the first rank of the group holds."""
         return tuple(held if held.part is None else held._replace(shard=self.shard % held.ways) for held in self.first)
 
 
@@ -93,10 +88,8 @@ Ranks = tuple[int, ...]
 class BucketFamily(NamedTuple):
     """Buckets of the same parameters: one for every set of ranks that holds the same pieces of them.
 
-    Attributes:
-        begin: number of the first one. stages, first, elements, size_bytes: as of each of its buckets.
-        groups: of each bucket the first tp rank, and the ranks; equal ones are one tuple.
-        replicas: so many neighbours among the groups hold the same: one per sharding group.
+    begin: number of the first one. groups: of each bucket the first tp rank, and the ranks; equal ones are one tuple. replicas:
+    so many neighbours among the groups hold the same: one per sharding group.
     """
 
     begin: int
@@ -117,11 +110,8 @@ class BucketFamily(NamedTuple):
 
 
 class Buckets(Sequence[Bucket]):
-    """The buckets of a plan by number. Each is made when somebody asks for it: most ranks are interchangeable with others.
-
-    Args:
-        families: in their order. The first begins at 0, or behind the buckets of gradients if they are of frozen parameters.
-    """
+    """The buckets of a plan by number, of families in their order. Each is made when somebody asks for it: most ranks are
+    interchangeable with others. Those of frozen parameters begin behind the buckets of gradients."""
 
     def __init__(self, families: Sequence[BucketFamily]) -> None:
         self.families = tuple(families)
@@ -130,17 +120,13 @@ class Buckets(Sequence[Bucket]):
         self._made: dict[int, Bucket] = {}
 
     def of(self, family: BucketFamily, place: int) -> Bucket:
-        """The bucket of a family at a place among its groups."""
         number = family.begin + place
         if number not in self._made:
             self._made[number] = Bucket(number, family, *family.groups[place])
         return self._made[number]
 
     def places(self, test: Callable[[Ranks], object]) -> list[tuple[BucketFamily, int]]:
-        """The buckets whose ranks pass a test, unmade: family, and place among its groups.
-
-        The test is asked once for all buckets of the same ranks.
-        """
+        """The buckets whose ranks pass a test, unmade: family, and place among its groups. Each set of ranks is tested once."""
         passed = {number for number, group in self.groups.items() if test(group)}
         places: dict[int, list[int]] = {}
         for family in self.families:
@@ -188,11 +174,9 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
 
 
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
-    """The tp ranks that hold the parameter, grouped into those whose gradients add up.
-
-    Batch-sharded: all together, each has seen other samples. Cut over `ways`: those with the same piece. Whole in a sharded
-    component: all together, each has summands only. Replicated: each alone, since all have computed the same.
-    """
+    """The tp ranks that hold the parameter, grouped into those whose gradients add up. Batch-sharded: all together, each has
+    seen other samples. Cut over `ways`: those with the same piece. Whole in a sharded component: all together, each has
+    summands only. Replicated: each alone, since all have computed the same."""
     match holding(component, placement, parameter)[0]:
         case "shard":
             return tuple(tuple(range(shard, tp, placement.ways)) for shard in range(placement.ways))
@@ -204,12 +188,8 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
 
 
 class _Held(NamedTuple):
-    """How the tp ranks of a component hold one of its parameters.
-
-    Attributes:
-        first: what tp rank 0 holds. size_bytes: of that.
-        kind: equal for parameters whose gradients are summed over the same ranks of the same stages.
-    """
+    """How the tp ranks of a component hold one of its parameters, and what tp rank 0 does. kind: equal for parameters whose
+    gradients are summed over the same ranks of the same stages."""
 
     parameter: Parameter
     component: Component
@@ -220,7 +200,6 @@ class _Held(NamedTuple):
 
 @once
 def _held_by(model: Model, name: str, placement: Placement) -> Mapping[str, _Held]:
-    """How a component holds each of its parameters under a placement."""
     component, by_name = model.component(name), dict[str, _Held]()
     for parameter in component.parameters:
         first = hold(component, placement, parameter, 0)
@@ -297,13 +276,11 @@ def gradient_buckets(
 ) -> Buckets:
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
-    Parameters held alike and of one update group share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter
-    is ready when the *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO
-    2 and 3) none holds parameters of two chunks. Frozen parameters have no gradients and are in none. Every sharding group has
-    buckets of its own.
+    Parameters held alike and of one update group share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is
+    ready when the *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO 2
+    and 3) none holds parameters of two chunks. Every sharding group has buckets of its own.
 
-    Args:
-        frozen: group the frozen parameters instead; below ZeRO 3 by all ranks that hold them. begin: the first number.
+    frozen: group the frozen parameters instead; below ZeRO 3 by all ranks that hold them. begin: the first number.
     """
     chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
     places = plan.stage_places

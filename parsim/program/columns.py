@@ -1,6 +1,6 @@
 """A program as columns, read by the simulator and the scheduler; made from a TaskGraph or directly from a plan.
 
-Tasks that do the same work on the same rank are one *unit*, priced once.
+Tasks that do the same work on the same rank are one *unit*, priced once. A `Folding` says which ranks stand for others.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple, SupportsIndex, TypeVar, overload
 import numpy as np
 
 from parsim.numeric import Bools, Ints
-from parsim.program.task import COMPUTE, Resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.plans.mesh import Mesh
+from parsim.program.taskgraph import COMPUTE, Resource, TaskGraph
 from parsim.work import OFFLOADED, LoadBatch, SendRecv, Work, is_communication
 
 T = TypeVar("T")
@@ -66,10 +66,8 @@ def _offsets(lengths: Ints) -> Ints:
 
 
 class Unit(NamedTuple):
-    """Work that some tasks have in common, and the first of the ranks that do it.
-
-    Attributes: resumes: it is computation that goes on after its rank has waited for communication (`Columns.resuming`).
-    """
+    """Work that some tasks have in common, and the first of the ranks that do it. resumes: it is computation that goes on after
+    its rank has waited for communication (`Columns.resuming`)."""
 
     work: Work
     rank: int
@@ -79,8 +77,7 @@ class Unit(NamedTuple):
 class Units(Sequence[Unit]):
     """The units of a program, in their order. Of many that differ by the name of a component alone each is made when asked for.
 
-    Args:
-        kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
+    kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
     """
 
     def __init__(self, kinds: tuple[Unit, ...], kind: Ints, make: Callable[[], tuple[Unit, ...]]) -> None:
@@ -90,12 +87,10 @@ class Units(Sequence[Unit]):
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> Units:
-        """Units of which each is a kind of its own."""
         every = tuple(units)
         return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
 
     def each(self, of_kinds: Sequence[T]) -> list[T]:
-        """The kinds' entries, repeated for every unit."""
         return [of_kinds[number] for number in self.kind.tolist()]
 
     @cached_property
@@ -135,12 +130,10 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Number of tasks."""
         return len(self.unit)
 
     @cached_property
     def graph(self) -> TaskGraph:
-        """The program as tasks."""
         return self.view()
 
     @cached_property
@@ -195,12 +188,10 @@ class Columns:
 
     @cached_property
     def first_rank(self) -> Ints:
-        """int64 [n]: the rank of each task's first resource."""
         return self.resource_rank[self.uses.values[self.uses.offsets[:-1]]]
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of the graph of one step that exists as tasks."""
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]
@@ -214,3 +205,59 @@ def columns_of(graph: TaskGraph) -> Columns:
         units=Units.of(units),
         view=lambda: graph,
     )
+
+
+# A folding: which ranks of a plan are simulated, and for whom each stands. `parsim.predict.folding` finds it by prices.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """replica_of: per replica the one that stands for it (the first of its kind). shards: the tp ranks that are simulated: all,
+    or the first for all. is_exact: False where copies that communicate inside components (cp, ep) do not pay alike, or replicas
+    gossip where leaf switches differ: no program, and for `parsim.predict.folding` alone."""
+
+    mesh: Mesh
+    replica_of: tuple[int, ...]
+    shards: tuple[int, ...]
+    is_exact: bool = True
+
+    @property
+    def is_folded(self) -> bool:
+        return len(self.replicas) < self.mesh.copies or len(self.shards) < self.mesh.tp
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """The simulated ones, ascending."""
+        return tuple(sorted(set(self.replica_of)))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(
+            self.mesh.rank(stage=stage, replica=replica, shard=shard)
+            for stage in range(self.mesh.pp)
+            for replica in self.replicas
+            for shard in self.shards
+        )
+
+    @property
+    def has_whole_teams(self) -> bool:
+        """Whether copies that communicate inside components are simulated as one, or there are none."""
+        team = self.mesh.team
+        return all(len(set(self.replica_of[first : first + team])) == 1 for first in range(0, self.mesh.copies, team))
+
+    def stands_for(self, rank: int) -> int:
+        """The simulated rank that stands for `rank`."""
+        mesh = self.mesh
+        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.copies, rank // (mesh.tp * mesh.copies)
+        return mesh.rank(stage=stage, replica=self.replica_of[replica], shard=shard if len(self.shards) == mesh.tp else 0)
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """For how many ranks each of `ranks` stands, itself included."""
+        copies = {replica: self.replica_of.count(replica) for replica in self.replicas}
+        shards = self.mesh.tp // len(self.shards)
+        return tuple(copies[rank // self.mesh.tp % self.mesh.copies] * shards for rank in self.ranks)
+
+
+def unfolded(mesh: Mesh) -> Folding:
+    return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))

@@ -38,10 +38,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.model.component import ALONE, Component, Value, share_of
+from parsim.model.component import ALONE, Component, Value, narrow, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, POINT_TO_POINT_HOPS, Hop, ValueLayout, conversion, hop_pairs
 from parsim.plans.pipeline import (
     MOST_CHECKED,
@@ -56,7 +55,7 @@ from parsim.plans.pipeline import (
 from parsim.program.buckets import Bucket
 from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
-from parsim.program.task import COMPUTE, RankTasks, Task
+from parsim.program.taskgraph import COMPUTE, RankTasks, Task
 from parsim.records import once
 from parsim.work import ClipGradients, Compute, OptimizerStep, Phase, SendRecv
 
@@ -111,10 +110,9 @@ def storage_of(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayou
 class Again:
     """The changes of memory by the second forward of a recomputed component, bytes of one microbatch.
 
-    Attributes:
-        saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment.
-        first_bytes, fullest_bytes: where only some operators run again, the fullest moment of the first forward, and that of
-            the second beyond all that is kept. None: that of the whole forward.
+    saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment. first_bytes, fullest_bytes:
+    where only some operators run again, the fullest moment of the first forward, and that of the second beyond all that is
+    kept.
     """
 
     saved_bytes: int
@@ -223,11 +221,8 @@ class KeptActivations:
         return [(value, rate * samples + fixed) for value, (rate, fixed) in zip(counted, sizes, strict=True)]
 
     def again(self, name: str) -> Again:
-        """The changes of memory by the second forward of a recomputed component.
-
-        An input that its backward does not need is let go before that, if nobody else keeps it. Of a segment, what earlier
-        components have saved again is there too.
-        """
+        """The changes of memory by the second forward of a recomputed component. An input that its backward does not need is
+        let go before that, if nobody else keeps it. Of a segment, what earlier components have saved again is there too."""
         segment = self.layout.segment_of(name)
         if not segment:
             return self._again(name)
@@ -258,7 +253,6 @@ class KeptActivations:
         )
 
     def _alone(self, name: str) -> Component:
-        """What a rank has of the component, as if nothing were recomputed."""
         placement, samples = self.layout.placement[name], self.layout.local_samples(name)
         return component_alone(self.layout.model, name, self.precision, placement.rule, placement.ways, samples)
 
@@ -353,10 +347,7 @@ class RankValues:
     another component of this kind, if as much is kept of it as far away. That holds where its maker, its readers and those that
     keep it are of one chunk: what comes before and after does not matter then.
 
-    Args:
-        kept: values under the plan, shared by its ranks. rank: global number.
-
-    Attributes: names: the rank's components in execution order. place: their numbers, the clock of lifetimes.
+    names: the rank's components in execution order. place: their numbers, the clock of lifetimes.
     """
 
     def __init__(self, kept: KeptActivations, rank: int) -> None:
@@ -370,7 +361,6 @@ class RankValues:
 
     @cached_property
     def batch_layout(self) -> ValueLayout:
-        """The layout of the batch as the rank loads it."""
         return ValueLayout("full", self.layout.batch_ways(self.rank))
 
     def _bytes_here(self, value: Value, how: ValueLayout) -> float:
@@ -379,7 +369,6 @@ class RankValues:
 
     @cached_property
     def _values_here(self) -> list[Value]:
-        """The values that the rank's components read or make."""
         here = map(self.layout.model.component, self.names)
         return [self.values[name] for name in dict.fromkeys(n for part in here for n in (*part.inputs, *part.outputs))]
 
@@ -388,9 +377,9 @@ class RankValues:
     def waiting_values(self) -> list[Lifetime]:
         """Values while the rank runs forward, before a component there keeps them.
 
-        Every layout of a value is a storage of its own. It lives from when the value is made to the last component that reads
-        it there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from
-        waits. Leaves out values of which the Model does not say who keeps them.
+        Every layout of a value is a storage of its own, from when the value is made to the last component that reads it there,
+        or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from waits.
+        Leaves out values of which the Model does not say who keeps them.
         """
         lifetimes = []
         for value in self._values_here:
@@ -482,11 +471,11 @@ class RankValues:
     # --- gradients that wait for makers ---------------------------------------------------------------------------
 
     def waiting_gradients(self) -> list[Lifetime]:
-        """Gradients while other components than their reader and their maker run backward.
+        """Gradients while other components than their reader and their maker run backward: the clock runs backward, from the
+        last reader to the maker, so `born` is the lower number.
 
-        A gradient lies there from the backward of its last reader to that of its maker, so `born` is the lower number: the
-        clock runs backward. One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left
-        out is what another stage sends for the half for weights alone: its message is counted until then (`StageLink.late`).
+        One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left out is what another
+        stage sends for the half for weights alone: its message is counted until then (`StageLink.late`).
         """
         lifetimes = []
         for value in self._values_here:
@@ -531,7 +520,6 @@ class RankValues:
         return lifetimes
 
     def gradients_of(self, name: str) -> GradientSizes:
-        """The sizes at a component of the rank."""
         if not self.kept.kinds:
             return self._gradients_of(name)
         return self.once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
@@ -555,23 +543,16 @@ class RankValues:
         return GradientSizes(wanted, max(wanted, converted), handed)
 
     def _step_bytes(self, value: Value, hop: Hop) -> float:
-        """What the rank holds of a value at the fullest moment of a hop: what it had and what it has then.
-
-        A rank that gathers has the pieces of all before it joins them.
-        """
+        """What the rank holds of a value at the fullest moment of a hop. Who gathers has the pieces of all before it joins
+        them."""
         before, after = self._bytes_here(value, hop.source), self._bytes_here(value, hop.target)
         if is_view(hop, self.shard):
             return max(before, after)
         return 2 * after if hop.operation == "gather" and after else before + after
 
     def converted_for_others(self, waiting: Sequence[float]) -> dict[str, float]:
-        """Bytes of gradients that the rank helps to convert for a maker on another tp rank, and of what waits beside them.
-
-        They follow the backward of their reader, so they are there right before that of the component which runs backward next.
-
-        Args:
-            waiting: by component the gradients that wait beside its backward.
-        """
+        """Bytes of gradients that the rank helps to convert for a maker on another tp rank, and of what waits beside them
+        (`waiting`, by component): right before the backward of the component which runs next."""
         layout, most = self.layout, dict[str, float]()
         if layout.shards_alike:  # every maker is on the rank too, or on another stage
             return most
@@ -668,10 +649,8 @@ class RankValues:
         return list(messages(self.layout, self.layout.values_at[self.stage], self.shard))
 
     def message_bytes(self) -> dict[StageLink, float]:
-        """Bytes of one microbatch on every link that begins or ends on the rank, as they count there.
-
-        A value that is sent as it is kept for a backward here takes no memory of its own.
-        """
+        """Bytes of one microbatch on every link that begins or ends on the rank. A value that is sent as it is kept for a
+        backward here takes no memory of its own."""
         places, sizes = self.layout.plan.stage_places, dict[StageLink, float]()
         for message in self._messages:
             if self.stage in (places[message.link.source], places[message.link.target]):
@@ -691,10 +670,8 @@ class RankValues:
         return local_bytes(self.layout, value, how)
 
     def made_before(self) -> dict[str, tuple[float, float]]:
-        """By component the bytes that its action has made for other stages before it: in a forward, in a backward.
-
-        What a component here still reads is left out: it waits for that one.
-        """
+        """By component the bytes that its action has made for other stages before it, in a forward and in a backward. What a
+        component here still reads is left out: it waits for that one."""
         layout, place = self.layout, self.place
         forward, backward = dict.fromkeys(self.names, 0.0), dict.fromkeys(self.names, 0.0)
         for message in self._messages:
@@ -715,11 +692,8 @@ class RankValues:
         return {name: (forward[name], backward[name]) for name in self.names}
 
     def between_chunks(self) -> dict[StageLink, float]:
-        """Bytes of one microbatch that one chunk of the rank makes and another one there reads, by link, ascending.
-
-        Values wait until a component keeps them, or for their last reader; a gradient from the first backward that adds to it.
-        In a V the first and the last chunk of a rank are neighbours in the model.
-        """
+        """Bytes of one microbatch that one chunk of the rank makes and another one there reads, by link, ascending. Values wait
+        until a component keeps them, or for their last reader; a gradient from the first backward that adds to it."""
         layout, chunk_of, sizes = self.layout, self.layout.chunk_of, dict[StageLink, float]()
         if layout.plan.chunks == 1:
             return sizes
@@ -752,7 +726,6 @@ class RankValues:
         return [Lifetime(value.name, life.born + move, life.freed + move, life.size_bytes) for life in lifetimes]
 
     def once(self, key: tuple[str, int], count: Callable[[], T]) -> T:
-        """What is counted once for all of a kind."""
         counted: dict[Hashable, T] = self.kept.counted
         if key not in counted:
             counted[key] = count()
@@ -782,12 +755,8 @@ class RankValues:
 
 
 class StageLink(NamedTuple):
-    """Two stages of which the first sends something to the second for every microbatch.
-
-    Attributes:
-        source, target: numbers of stages; a gradient goes from a later to an earlier one.
-        late: a gradient that only the half for weights of its reader takes.
-    """
+    """Two stages of which the first sends something to the second for every microbatch; a gradient goes from a later to an
+    earlier one. late: a gradient that only the half for weights of its reader takes."""
 
     source: int
     target: int
@@ -820,7 +789,6 @@ class Pipeline:
 
     @property
     def backward(self) -> Phase:
-        """The phase that hands on gradients."""
         return PIPELINE_ORDERS[self.order].phases[1]
 
     def links_of(self, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
@@ -868,15 +836,12 @@ def pipeline_of(layout: PlanIndex, shard: int, place: int | None = None) -> Pipe
 
 
 def receive_rooms(reads: Sequence[int | None]) -> list[int]:
-    """From which number on there is room for each group of messages of one stream.
+    """From which number on there is room for each group of messages of one stream, from when each is read (None: nothing on the
+    rank does so; it, and those before it, have room from the beginning).
 
     Between two places on the pp axis and in one direction, messages follow one another. Those that one action makes for another
-    one are a group. There is room for the first group from the beginning of the step, and for another one from right before
-    the number that reads the group before it: so for one group ahead, and for no more.
-
-    Args:
-        reads: by group, in the order of the stream, the number of its clock that reads it. None: nothing on the rank does so;
-            that group has room from the beginning, and so have those before it.
+    one are a group. There is room for the first group from the beginning of the step, and for another one from right before the
+    number that reads the group before it: so for one group ahead, and for no more.
     """
     soonest = list(accumulate((read or 0 for read in reversed(reads)), min))[::-1]  # the first read of this or a later group
     before = [0, *(soonest[number] if read is None else read for number, read in enumerate(reads[:-1], start=1))]
@@ -887,12 +852,10 @@ def send_ends(made: Sequence[int | None], backwards: Sequence[int], end: int) ->
     """Right before which number each group of messages of one stream is given up by its sender; and whether that is because the
     next group has been made, which waits for this one to be sent.
 
-    A value is given up before the first backward of its microbatch at the latest, or the second forward before that, which
-    waits too (where an order would not end so, nothing waits: `ends`).
+    A value is given up before the first backward of its microbatch (`backwards`) at the latest, or the second forward before
+    that, which waits too (where an order would not end so, nothing waits: `ends`).
 
-    Args:
-        made: by group, in the order of the stream, the last number of its clock that makes it; None: nothing on the rank does.
-        backwards: by group the first backward of a value's microbatch; of gradients as late as can be. end: of the step.
+    made: by group, the last number of its clock that makes it; None: nothing on the rank does. end: of the step.
     """
     given_up = []
     for number, (current, backward) in enumerate(zip(made, backwards, strict=True)):
@@ -907,9 +870,8 @@ def send_ends(made: Sequence[int | None], backwards: Sequence[int], end: int) ->
 class MessageGroup(NamedTuple):
     """What one action of a rank sends for one action of another rank, in numbers of actions.
 
-    Attributes:
-        links: of which it is. made: the action that makes it, on its rank; `gone`: the one there before which it is given up.
-        read: the action that reads it, on that rank. room: the first action there during which there is room for it.
+    made: the action that makes it, on its rank; `gone`: the one there before which it is given up. read: the action that reads
+    it, on that rank. room: the first action there during which there is room for it.
     """
 
     links: tuple[StageLink, ...]
@@ -946,13 +908,11 @@ def message_groups(pipeline: Pipeline, source: int, target: int) -> tuple[Messag
 
 @lru_cache(maxsize=256)
 def ends(pipeline: Pipeline, *, sends_wait: bool = True) -> bool:
-    """Whether the order ends if a rank has room for one group ahead.
+    """Whether the order ends if a rank has room for one group ahead; sends_wait: and an action that follows one which makes a
+    group waits until the group before is sent.
 
     It always does where sends do not wait: a receive waits for actions before the one that reads it. Where they wait, nearly
     all shipped orders do. Steps of more than `MOST_CHECKED` actions of shipped orders without chunks are not walked through.
-
-    Args:
-        sends_wait: an action that follows one which makes a group waits until the group before is sent.
     """
     lengths = [len(pipeline.actions(rank)) for rank in range(pipeline.ranks)]
     if pipeline.chunks == 1 and sum(lengths) > MOST_CHECKED:
@@ -992,12 +952,9 @@ REPEATS = 4
 
 
 class FewActions(NamedTuple):
-    """A few actions of a long pipeline that stand for all: the beginning, two of what repeats, and the end.
-
-    Attributes:
-        actions: of one place, in order. microbatches: by action of the whole order, that of the one among `actions` which
-            stands for it: the same phase of the same stage, with the like before and after it.
-    """
+    """A few actions of a place of a long pipeline that stand for all: the beginning, two of what repeats, and the end.
+    microbatches: by action of the whole order, that of the one which stands for it: the same phase of the same stage, with the
+    like before and after it."""
 
     actions: tuple[Action, ...]
     microbatches: tuple[int, ...]
@@ -1073,14 +1030,10 @@ class HeldMoments:
 @lru_cache(maxsize=1024)
 def held_moments(pipeline: Pipeline, rank: int, *, apart: bool = False, inner: tuple[StageLink, ...] = ()) -> HeldMoments:
     """Every moment of a rank at which something else runs or something else is held: prefix sums over lifetimes by action.
+    Messages are by link, in the order of `Pipeline.links_of` and of `inner`.
 
-    Args:
-        pipeline: with the links between its stages. rank: of the pipeline.
-        apart: other microbatches are something else that runs, for what is held of buckets depends on the microbatch.
-        inner: links between stages of this rank. What one makes waits for the other, if other actions run in between.
-
-    Returns:
-        Messages by link, in the order of `Pipeline.links_of` and of `inner`.
+    apart: other microbatches are something else that runs, for what is held of buckets depends on the microbatch. inner: links
+    between stages of this rank. What one makes waits for the other, if other actions run in between.
     """
     actions, chunks = pipeline.actions(rank), pipeline.chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(pipeline.order, pipeline.ranks, chunks)[rank])}
@@ -1153,11 +1106,8 @@ def _action_lifetimes(
 
 def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[StageLink]) -> HeldMoments:
     """The moments of a stage that is not synchronised with the others: in a step one forward of a new batch, then one backward
-    of an older one. There is room for the gradient of a step from its beginning.
-
-    Args:
-        held: batches that it has run forward and not backward, at the fullest moment. inward, outward: links of its rank.
-    """
+    of an older one. There is room for the gradient of a step from its beginning. held: batches that it has run forward and not
+    backward, at the fullest moment."""
 
     def rows(first: Sequence[int], second: Sequence[int]) -> Counts:
         return np.array([first, second], dtype=np.int64).reshape(2, len(first))
@@ -1184,9 +1134,6 @@ def bucket_bytes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Buc
     Gradients are there from the first backward that adds to them until the computation that waits for their reduce_scatter, or
     for a later one of the same group. While they are being sent, there is room for this rank's part of the sum too. Parameters
     are there from the computation beside which they are gathered to the last one that needs them.
-
-    Args:
-        uses: computations of a place on the pp axis. buckets: of a rank there.
     """
     sizes, changes = {bucket.number: bucket.padded_bytes for bucket in buckets}, [0.0] * (len(uses) + 1)
     for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes):
@@ -1207,12 +1154,8 @@ BucketOfMicrobatch = tuple[int, int]
 
 @dataclass(kw_only=True)
 class Room:
-    """What happens to buckets around one computation, in this order.
-
-    Attributes:
-        forgotten: gradients given up before it. ending_parameters: given up after it.
-        ending_gradients: complete after it. beginning_parameters: for which there is room from then on.
-    """
+    """What happens to buckets around one computation, in this order: gradients given up before it, parameters given up after
+    it, gradients complete after it, parameters for which there is room from then on."""
 
     forgotten: list[BucketOfMicrobatch] = field(default_factory=list)
     ending_parameters: list[int] = field(default_factory=list)
@@ -1228,15 +1171,12 @@ class BucketRooms:
     first_parameters: list[int] = field(default_factory=list)
 
     def at(self, task: int) -> Room:
-        """Around the computation `task`."""
         return self.around.setdefault(task, Room())
 
 
 def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
     """When a rank gives up buckets that are whole for a while, and makes room for parameters, as `bucket_bytes` counts them.
-
-    The first backward that adds to gradients makes the room for them. `tasks`: of the rank, in issue order.
-    """
+    The first backward that adds to gradients makes the room for them."""
     rooms = BucketRooms()
     if layout.plan.zero_stage < 2:
         return rooms
@@ -1283,10 +1223,7 @@ class MessageRooms:
 
 
 def message_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> MessageRooms:
-    """When a rank makes room for what other stages send, and gives up what it sends (`receive_rooms`, `send_ends`).
-
-    `tasks`: of the rank, in issue order.
-    """
+    """When a rank makes room for what other stages send, and gives up what it sends (`receive_rooms`, `send_ends`)."""
     streams: dict[str, list[Task]] = {}
     for task, stream, _ in tasks:
         if isinstance(task.work, SendRecv) and task.origin.hop is None and task.origin.value is not None:  # else of a round
@@ -1331,11 +1268,8 @@ def message_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> MessageRoom
 
 
 class _Computations:
-    """The computations of a rank in order, and which of them belong to the actions that read and make its messages.
-
-    Attributes: first, last: by stage of the plan, microbatch, and whether it is the forward, the number of the first
-        computation of an action, and of the last one that makes something for others. update: number of the first update.
-    """
+    """The computations of a rank in order, and of the actions of a stage of the plan, microbatch and direction (forward: True)
+    the number of the first, and of the last that makes something for others. update: number of the first update."""
 
     def __init__(self, tasks: RankTasks, layout: PlanIndex) -> None:
         self._layout = layout

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
-from parsim.program.draft import Draft
 from parsim.program.passes.compute import add_computation
 from parsim.program.passes.gradients import (
     add_clipping,
@@ -20,7 +19,7 @@ from parsim.program.passes.offload import add_activation_copies, add_offloaded_o
 from parsim.program.passes.rounds import add_packing, add_round, without_arrivals, without_idle
 from parsim.program.passes.unsharded import add_unsharded_buckets
 from parsim.program.placed import PlanIndex
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Draft, TaskGraph
 
 PASSES_AT_THE_END = (
     add_activation_copies,
@@ -44,14 +43,10 @@ def lower(
     Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
     them. Then come the gradient buckets in the order they fill, the optimizer, and the collectives that gather its result.
 
-    Args:
-        plan: which components run on which ranks. model: that the plan is for, as a rank has it (`parsim.model.divided`).
-        layout: of this plan and model, if there is one already.
-        mixing_round: where replicas mix their weights in rounds, the number of the round that follows the step.
-        local: a step before that round instead. It has the same tasks under the same numbers, up to those of the round.
-
-    Raises:
-        PlanError: the plan does not fit the model.
+    layout: of this plan and model (as a rank has it, `parsim.model.divided`), if there is one already. mixing_round: where
+    replicas mix their weights in rounds, the number of the round that follows the step. local: a step before that round
+    instead, with the same tasks under the same numbers, up to those of the round. Raises PlanError: the plan does not fit the
+    model.
     """
     layout = layout or PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)

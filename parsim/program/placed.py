@@ -14,10 +14,8 @@ from itertools import groupby, pairwise
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 from parsim.errors import PlanError
-from parsim.model.component import Component, InnerExchange, Value
-from parsim.model.layers import layers_of
-from parsim.model.model import Model
-from parsim.model.shard.narrow import narrow
+from parsim.model.component import Component, InnerExchange, Value, narrow
+from parsim.model.model import Model, layers_of
 from parsim.plans.layouts import Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.plan import Plan, check_plan
@@ -64,7 +62,6 @@ class Divisions:
         }
 
     def forget(self) -> None:
-        """Begin anew, as if no plan had been indexed."""
         self._results.clear()
 
     def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
@@ -73,11 +70,8 @@ class Divisions:
 
 
 def shared(part: FollowsFrom) -> Callable[[Callable[[Any], T]], SharedProperty[T]]:
-    """A property of an index that is worked out once for all plans of a Model that agree in a part.
-
-    Args:
-        part: from which it follows, and from the Model, and nothing else.
-    """
+    """A property of an index that is worked out once for all plans of a Model that agree in a part: from which it follows, and
+    from the Model, and nothing else."""
     return lambda work_out: SharedProperty(part, work_out)
 
 
@@ -98,8 +92,8 @@ class SharedProperty(Generic[T]):
     @overload
     def __get__(self, index: None, owner: type[object]) -> SharedProperty[T]: ...
     @overload
-    def __get__(self, index: PlacedModel, owner: type[object]) -> T: ...
-    def __get__(self, index: PlacedModel | None, owner: type[object]) -> T | SharedProperty[T]:
+    def __get__(self, index: PlanIndex, owner: type[object]) -> T: ...
+    def __get__(self, index: PlanIndex | None, owner: type[object]) -> T | SharedProperty[T]:
         if index is None:
             return self
         results: dict[str, Any] = index.worked_out[self.part]
@@ -119,11 +113,33 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlacedModel:
-    """What follows from mesh, stages and placements of a plan, and from what it recomputes."""
+class PlanIndex:
+    """A plan laid over its model: what lowering, memory and the executor ask. Raises PlanError if they do not match.
+
+    offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's forward, on
+    a rank that runs it (`parsim.predict.memory`); None: nobody has said.
+    """
 
     plan: Plan
     model: Model
+    offloaded: Mapping[str, int] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        check_plan(plan, self.model)
+        check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
+        for value, reading, pieces in self._cuts if plan.is_mixed else ():
+            if pieces is None:
+                raise PlanError(
+                    f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
+                    f"another layout than {value.producer} makes it in; place them alike"
+                )
+            if plan.microbatch_samples % pieces:
+                raise PlanError(
+                    f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
+                    f"which a microbatch of {plan.microbatch_samples} samples does not divide into. Use fewer microbatches, "
+                    f"or place {value.producer} and {reading.components[0]} the same way"
+                )
 
     @cached_property
     def worked_out(self) -> dict[FollowsFrom, dict[str, object]]:
@@ -138,7 +154,6 @@ class PlacedModel:
         return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
 
     def runs_on(self, rank: int, component: str) -> bool:
-        """Whether the rank runs the component."""
         if self.stage_of[component] != self.plan.stage_of_rank(rank):
             return False
         return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
@@ -149,7 +164,6 @@ class PlacedModel:
         return all(placement.kind != "place" for placement in self.placement.values())
 
     def runners(self, component: str, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica that run the component."""
         stage, tp = self.stage_of[component], self.plan.mesh.tp
         return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
 
@@ -167,7 +181,6 @@ class PlacedModel:
         }
 
     def rank_components(self, rank: int) -> tuple[str, ...]:
-        """What the rank runs, in execution order."""
         return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
 
     def inside(self, component: str) -> InnerExchange | None:
@@ -190,7 +203,6 @@ class PlacedModel:
 
     @cached_property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch on one replica."""
         return self.plan.microbatch_samples
 
     def local_share(self, how: ValueLayout) -> float:
@@ -216,7 +228,6 @@ class PlacedModel:
 
     @shared("division")
     def chunk_of(self) -> dict[str, int]:
-        """Number in `Plan.stages` by component."""
         return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
 
     def gradient_phase(self, component: str) -> Phase:
@@ -248,7 +259,6 @@ class PlacedModel:
         return component in self._recomputed or component in self._by_operator
 
     def recomputes_by_operator(self, component: str) -> bool:
-        """Whether only some of its operators run again."""
         return component in self._by_operator
 
     @shared("recomputed")
@@ -291,12 +301,10 @@ class PlacedModel:
 
     @property
     def consumers(self) -> Mapping[str, tuple[str, ...]]:
-        """Components that read a value, in execution order."""
         return self.model.readers
 
     @property
     def differentiable(self) -> frozenset[str]:
-        """Components that have a backward."""
         return self.model.differentiable_components
 
     @shared("division")
@@ -382,6 +390,191 @@ class PlacedModel:
                     completed.append((value, reading))
         return tuple(completed)
 
+    @shared("division")
+    def _cuts(self) -> tuple[tuple[Value, Reading, int | None], ...]:
+        """Values that are cut on the way to a reading, and into how many pieces of the batch; None: it cannot be cut."""
+        tp, cuts = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
+        pairs = [(value, reading) for value in self.model.values for reading in self.readings[value.name]]
+        for value, reading in pairs:
+            if value.name not in self.source:
+                continue
+            made = self.source[value.name]
+            hops = conversion(made.value, reading.ends.value, tp)
+            if value.differentiable:
+                hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
+            if value.batch_first and value.bytes_per_sample:
+                pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
+                if pieces > 1:
+                    cuts.append((value, reading, pieces))
+            elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
+                cuts.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
+        return tuple(cuts)
+
+    @shared("recomputed")
+    def kinds(self) -> ComponentKinds:
+        """Which components differ by names and ranks alone."""
+        return ComponentKinds(self)
+
+    # --- who holds parameters and sums their gradients ------------------------------------------------------------
+
+    @shared("division")
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
+        stages: dict[str, dict[int, None]] = {}
+        for component in self.model.components:
+            for parameter in component.parameters:
+                stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
+        return {name: tuple(numbers) for name, numbers in stages.items()}
+
+    @shared("division")
+    def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
+        return {}
+
+    def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
+        """What the rank holds of every parameter it has, each once."""
+        place, shard = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)
+        if (place, shard) not in self._held:
+            held: dict[str, HeldParameter] = {}
+            for name in self._rank_components[place, shard]:
+                component = self.model.component(name)
+                for parameter in component.parameters:
+                    if parameter.name not in held:
+                        held[parameter.name] = hold(component, self.placement[name], parameter, shard)
+            self._held[place, shard] = tuple(held.values())
+        return self._held[place, shard]
+
+    @shared("buckets")
+    def buckets(self) -> Buckets:
+        return gradient_buckets(self.plan, self.model, self.placement, self.holders)
+
+    @shared("zero")
+    def frozen_buckets(self) -> Buckets:
+        """The frozen parameters in buckets, numbered behind those of gradients."""
+        begin = len(self.buckets)
+        return gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True, begin=begin)
+
+    @shared("zero")
+    def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
+        """By rank the frozen parameters, or pieces, that lie whole on every holder, and of which it is the first."""
+        frozen: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
+        for bucket in self.frozen_buckets:
+            if not self.is_divided(bucket) and bucket.family.first_alike(place := bucket.number - bucket.family.begin) == place:
+                frozen[bucket.group[0]] += bucket.parameters
+        return {rank: tuple(parameters) for rank, parameters in frozen.items()}
+
+    @shared("buckets")
+    def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
+        return {}
+
+    def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        return self._of_rank(self.buckets, self._rank_buckets, rank)
+
+    @shared("zero")
+    def _rank_frozen(self) -> dict[int, tuple[Bucket, ...]]:
+        return {}
+
+    def gathered_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """`rank_buckets`, and those of the frozen parameters that the rank has a part of (ZeRO 3)."""
+        if self.plan.zero_stage < 3:
+            return self.rank_buckets(rank)
+        frozen = self._of_rank(self.frozen_buckets, self._rank_frozen, rank)
+        return (*self.rank_buckets(rank), *filter(self.is_divided, frozen))
+
+    @staticmethod
+    def _of_rank(buckets: Buckets, known: dict[int, tuple[Bucket, ...]], rank: int) -> tuple[Bucket, ...]:
+        if rank not in known:
+            places = buckets.places(lambda group: rank in group)
+            known[rank] = tuple([buckets.of(family, place) for family, place in places])
+        return known[rank]
+
+    def is_divided(self, bucket: Bucket) -> bool:
+        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
+        return self.zero_stage_of(bucket) >= 1
+
+    def zero_stage_of(self, bucket: Bucket) -> int:
+        return self.zero_stage(bucket.family, len(bucket.group))
+
+    def zero_stage(self, family: BucketFamily, ranks: int) -> int:
+        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, but 0 if one rank holds the bucket alone, and at most 1 (the
+        optimizer state) if several stages of the plan, or no backward, use its parameters. Frozen ones have only parameters to
+        divide: stage 3, or 0."""
+        frozen = not family.first[0].trainable
+        if ranks == 1 or (frozen and self.plan.zero_stage < 3):
+            return 0
+        if self.plan.zero_stage < 2:
+            return self.plan.zero_stage
+        if family.begin not in self._zero_stages:
+            users = [name for parameter in family.first for name in self.model.parameter_users[parameter.name]]
+            divided = len({self.chunk_of[name] for name in users}) == 1 and not self.differentiable.isdisjoint(users)
+            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 0 if frozen else 1
+        return self._zero_stages[family.begin]
+
+    def updated_elements(self, family: BucketFamily, ranks: int) -> int:
+        """How many of a bucket's parameters each of the ranks that share it updates: a part of them under ZeRO, or all."""
+        return -(-family.elements // ranks) if self.zero_stage(family, ranks) else family.elements
+
+    def updated_bytes(self, family: BucketFamily, ranks: int) -> int:
+        """Bytes of the gradients that each of these ranks updates with, and of the parameters that it then has."""
+        return family.padded_bytes(ranks) // ranks if self.zero_stage(family, ranks) else family.size_bytes
+
+    @shared("zero")
+    def _zero_stages(self) -> dict[int, int]:
+        return {}
+
+    @shared("zero")
+    def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
+        return {}
+
+    @shared("zero")
+    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
+        buckets: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
+        frozen = self.frozen_buckets if self.plan.zero_stage >= 3 else ()
+        for bucket in (*self.buckets, *frozen) if self.plan.zero_stage >= 2 else ():
+            for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
+                buckets[name][bucket.number] = bucket
+        if self.plan.zero_stage >= 3:
+            for unit in self._units():
+                together = {number: bucket for name in unit for number, bucket in buckets[name].items()}
+                buckets |= {name: together if buckets[name] else {} for name in unit}
+        return {name: tuple(by_number.values()) for name, by_number in buckets.items()}
+
+    def _units(self) -> Iterator[list[str]]:
+        """Components of a chunk whose parameters come and go together, whatever layers are cut into: a layer, what lies before
+        the first one, and what lies behind the last (torchtitan's fully_shard of [norm, output])."""
+        names, layers = [component.name for component in self.model.components], layers_of(self.model)
+        cuts = sorted({0, len(names), *(bound for layer in layers for bound in layer)}) if layers else []
+        for first, last in pairwise(cuts):
+            for _, run in groupby(names[first:last], key=self.chunk_of.__getitem__):
+                unit = list(run)
+                if all(self.placement[name].kind != "place" for name in unit):  # what runs on one rank is its own
+                    yield unit
+
+    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
+        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
+        ZeRO 2 these are gradients, with ZeRO 3 parameters too, and those of the whole layer."""
+        return self._unsharded[component]
+
+    def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
+        """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
+        key = family.begin, stage
+        if key not in self._completing:
+            order, last = self.model.component_index, dict[int, str]()  # of the backward: the first of the forward, by chunk
+            for name in (name for parameter in family.first for name in self.model.parameter_users[parameter.name]):
+                if self.stage_of[name] == stage and name in self.differentiable:
+                    first = last.setdefault(self.chunk_of[name], name)
+                    if order[name] < order[first]:
+                        last[self.chunk_of[name]] = name
+            self._completing[key] = tuple(last[chunk] for chunk in sorted(last))
+        return self._completing[key]
+
+    @shared("buckets")
+    def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {}
+
+    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
+        users = self.model.parameter_users
+        return tuple(dict.fromkeys(name for parameter in bucket.first for name in users[parameter.name]))
+
 
 # Components of a plan whose tasks differ by names and ranks alone, so that one of each kind is lowered.
 #
@@ -402,7 +595,7 @@ MANY_READERS = 4
 class ComponentKinds:
     """The kinds of a plan's components, by number of the component in the model (`of`)."""
 
-    def __init__(self, layout: PlacedModel) -> None:
+    def __init__(self, layout: PlanIndex) -> None:
         self._layout = layout
         self._number = layout.model.component_index
         self._places = [layout.stage_of[component.name] for component in layout.model.components]
@@ -528,231 +721,3 @@ class ComponentKinds:
                 names += [reading.components[0], *backward[:1]]
             self._firsts[value.name] = frozenset(map(self._number.__getitem__, names))
         return self._firsts[value.name]
-
-
-# An index of one plan of one model: what `PlacedModel` says, and who holds parameters and sums their gradients.
-#
-# Lowering, memory and the executor use it.
-
-
-@dataclass(frozen=True)
-class PlanIndex(PlacedModel):
-    """A plan laid over its model. Raises PlanError if they do not match.
-
-    Attributes: offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's
-        forward, on a rank that runs it (`parsim.predict.memory`); None: nobody has said.
-    """
-
-    offloaded: Mapping[str, int] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        plan = self.plan
-        check_plan(plan, self.model)
-        check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
-        for value, reading, pieces in self._cuts if plan.is_mixed else ():
-            if pieces is None:
-                raise PlanError(
-                    f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
-                    f"another layout than {value.producer} makes it in; place them alike"
-                )
-            if plan.microbatch_samples % pieces:
-                raise PlanError(
-                    f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
-                    f"which a microbatch of {plan.microbatch_samples} samples does not divide into. Use fewer microbatches, "
-                    f"or place {value.producer} and {reading.components[0]} the same way"
-                )
-
-    @shared("division")
-    def _cuts(self) -> tuple[tuple[Value, Reading, int | None], ...]:
-        """Values that are cut on the way to a reading, and into how many pieces of the batch; None: it cannot be cut."""
-        tp, cuts = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
-        pairs = [(value, reading) for value in self.model.values for reading in self.readings[value.name]]
-        for value, reading in pairs:
-            if value.name not in self.source:
-                continue
-            made = self.source[value.name]
-            hops = conversion(made.value, reading.ends.value, tp)
-            if value.differentiable:
-                hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
-            if value.batch_first and value.bytes_per_sample:
-                pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
-                if pieces > 1:
-                    cuts.append((value, reading, pieces))
-            elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
-                cuts.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
-        return tuple(cuts)
-
-    @shared("recomputed")
-    def kinds(self) -> ComponentKinds:
-        """Which components differ by names and ranks alone."""
-        return ComponentKinds(self)
-
-    @shared("division")
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
-        stages: dict[str, dict[int, None]] = {}
-        for component in self.model.components:
-            for parameter in component.parameters:
-                stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
-        return {name: tuple(numbers) for name, numbers in stages.items()}
-
-    @shared("division")
-    def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
-        return {}
-
-    def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
-        """What the rank holds of every parameter it has, each once."""
-        place, shard = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)
-        if (place, shard) not in self._held:
-            held: dict[str, HeldParameter] = {}
-            for name in self._rank_components[place, shard]:
-                component = self.model.component(name)
-                for parameter in component.parameters:
-                    if parameter.name not in held:
-                        held[parameter.name] = hold(component, self.placement[name], parameter, shard)
-            self._held[place, shard] = tuple(held.values())
-        return self._held[place, shard]
-
-    @shared("buckets")
-    def buckets(self) -> Buckets:
-        """The buckets of the plan's gradients, by number."""
-        return gradient_buckets(self.plan, self.model, self.placement, self.holders)
-
-    @shared("zero")
-    def frozen_buckets(self) -> Buckets:
-        """The frozen parameters in buckets, numbered behind those of gradients."""
-        begin = len(self.buckets)
-        return gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True, begin=begin)
-
-    @shared("zero")
-    def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
-        """By rank the frozen parameters, or pieces, that lie whole on every holder, and of which it is the first."""
-        frozen: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
-        for bucket in self.frozen_buckets:
-            if not self.is_divided(bucket) and bucket.family.first_alike(place := bucket.number - bucket.family.begin) == place:
-                frozen[bucket.group[0]] += bucket.parameters
-        return {rank: tuple(parameters) for rank, parameters in frozen.items()}
-
-    @shared("buckets")
-    def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
-        return {}
-
-    def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
-        """The buckets that hold the gradients of a rank's parameters."""
-        return self._of_rank(self.buckets, self._rank_buckets, rank)
-
-    @shared("zero")
-    def _rank_frozen(self) -> dict[int, tuple[Bucket, ...]]:
-        return {}
-
-    def gathered_buckets(self, rank: int) -> tuple[Bucket, ...]:
-        """`rank_buckets`, and those of the frozen parameters that the rank has a part of (ZeRO 3)."""
-        if self.plan.zero_stage < 3:
-            return self.rank_buckets(rank)
-        frozen = self._of_rank(self.frozen_buckets, self._rank_frozen, rank)
-        return (*self.rank_buckets(rank), *filter(self.is_divided, frozen))
-
-    @staticmethod
-    def _of_rank(buckets: Buckets, known: dict[int, tuple[Bucket, ...]], rank: int) -> tuple[Bucket, ...]:
-        if rank not in known:
-            places = buckets.places(lambda group: rank in group)
-            known[rank] = tuple([buckets.of(family, place) for family, place in places])
-        return known[rank]
-
-    def is_divided(self, bucket: Bucket) -> bool:
-        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
-        return self.zero_stage_of(bucket) >= 1
-
-    def zero_stage_of(self, bucket: Bucket) -> int:
-        """The ZeRO stage of a bucket, as `zero_stage` of its family."""
-        return self.zero_stage(bucket.family, len(bucket.group))
-
-    def zero_stage(self, family: BucketFamily, ranks: int) -> int:
-        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
-        bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
-        parameters. Frozen ones have only parameters to divide: stage 3, or 0.
-        """
-        frozen = not family.first[0].trainable
-        if ranks == 1 or (frozen and self.plan.zero_stage < 3):
-            return 0
-        if self.plan.zero_stage < 2:
-            return self.plan.zero_stage
-        if family.begin not in self._zero_stages:
-            users = [name for parameter in family.first for name in self._users[parameter.name]]
-            divided = len({self.chunk_of[name] for name in users}) == 1 and not self.differentiable.isdisjoint(users)
-            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 0 if frozen else 1
-        return self._zero_stages[family.begin]
-
-    def updated_elements(self, family: BucketFamily, ranks: int) -> int:
-        """How many of a bucket's parameters each of the ranks that share it updates: a part of them under ZeRO, or all."""
-        return -(-family.elements // ranks) if self.zero_stage(family, ranks) else family.elements
-
-    def updated_bytes(self, family: BucketFamily, ranks: int) -> int:
-        """Bytes of the gradients that each of these ranks updates with, and of the parameters that it then has."""
-        return family.padded_bytes(ranks) // ranks if self.zero_stage(family, ranks) else family.size_bytes
-
-    @shared("zero")
-    def _zero_stages(self) -> dict[int, int]:
-        """By the first bucket of families that were asked for."""
-        return {}
-
-    @shared("zero")
-    def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
-        """What ranks that were asked for update."""
-        return {}
-
-    @shared("zero")
-    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
-        buckets: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
-        frozen = self.frozen_buckets if self.plan.zero_stage >= 3 else ()
-        for bucket in (*self.buckets, *frozen) if self.plan.zero_stage >= 2 else ():
-            for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
-                buckets[name][bucket.number] = bucket
-        if self.plan.zero_stage >= 3:
-            for unit in self._units():
-                together = {number: bucket for name in unit for number, bucket in buckets[name].items()}
-                buckets |= {name: together if buckets[name] else {} for name in unit}
-        return {name: tuple(by_number.values()) for name, by_number in buckets.items()}
-
-    def _units(self) -> Iterator[list[str]]:
-        """Components of a chunk whose parameters come and go together, whatever layers are cut into: a layer, what lies before
-        the first one, and what lies behind the last (torchtitan's fully_shard of [norm, output])."""
-        names, layers = [component.name for component in self.model.components], layers_of(self.model)
-        cuts = sorted({0, len(names), *(bound for layer in layers for bound in layer)}) if layers else []
-        for first, last in pairwise(cuts):
-            for _, run in groupby(names[first:last], key=self.chunk_of.__getitem__):
-                unit = list(run)
-                if all(self.placement[name].kind != "place" for name in unit):  # what runs on one rank is its own
-                    yield unit
-
-    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
-        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
-        ZeRO 2 these are gradients, with ZeRO 3 parameters too, and those of the whole layer."""
-        return self._unsharded[component]
-
-    def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
-        """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
-        key = family.begin, stage
-        if key not in self._completing:
-            order, last = self.model.component_index, dict[int, str]()  # of the backward: the first of the forward, by chunk
-            for name in (name for parameter in family.first for name in self._users[parameter.name]):
-                if self.stage_of[name] == stage and name in self.differentiable:
-                    first = last.setdefault(self.chunk_of[name], name)
-                    if order[name] < order[first]:
-                        last[self.chunk_of[name]] = name
-            self._completing[key] = tuple(last[chunk] for chunk in sorted(last))
-        return self._completing[key]
-
-    @shared("buckets")
-    def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """By the first bucket and the stage of families that were asked for."""
-        return {}
-
-    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """The components that use a bucket's parameters, each once."""
-        return tuple(dict.fromkeys(name for parameter in bucket.first for name in self._users[parameter.name]))
-
-    @property
-    def _users(self) -> Mapping[str, tuple[str, ...]]:
-        """Components that use a parameter, in execution order."""
-        return self.model.parameter_users

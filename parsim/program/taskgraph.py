@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from parsim.errors import GraphError, PlanError
-from parsim.plans.layouts import parse_hop, parse_layout
-from parsim.program.task import Origin, RankTasks, Resource, Task, parse_resource
+from parsim.plans.layouts import Hop, ValueLayout, parse_hop, parse_layout
 from parsim.work import (
     ClipGradients,
     Collective,
@@ -29,13 +28,78 @@ from parsim.work import (
 )
 
 
+class Resource(NamedTuple):
+    """An in-order queue of one rank: `compute`, `host`, `dp`, `tp` (communication of that mesh axis), `dp_replicas` (sums over
+    sharding groups), `pp>3` (sends to rank 3), `pp<1` (receives from rank 1). Prints as "r0.compute"."""
+
+    rank: int
+    stream: str
+
+    def __str__(self) -> str:
+        return f"r{self.rank}.{self.stream}"
+
+
+def parse_resource(text: str) -> Resource:
+    rank, _, stream = text.partition(".")
+    return Resource(int(rank[1:]), stream)
+
+
+COMPUTE = "compute"
+HOST = "host"
+TO_HOST, FROM_HOST = "to_host", "from_host"
+"""The two directions of a device's link to its host, which copies of offloaded state and activations occupy."""
+HOST_CORES = "host_cores"
+"""The share of the host's cores and memory that updates a rank's parameters."""
+TURN = "turn"
+"""Streams turn>3 and turn<1 carry a global model from replica to replica. A step does not end with them: see `outlasts`."""
+
+
+def outlasts(resource: Resource) -> bool:
+    """Whether what a resource has begun may go on while its rank begins the next step."""
+    return resource.stream.startswith((f"{TURN}>", f"{TURN}<"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch. A communication of a value says
+    so by `value`, or that it is the value's gradient; a conversion on the tp axis names its `hop`. `layout` is that at the
+    consuming end: in which it reads the value (of a transfer), or makes the gradient."""
+
+    stage: int
+    replica: int | None = None
+    component: str | None = None
+    microbatch: int | None = None
+    value: str | None = None
+    bucket: int | None = None
+    gradient: bool = False
+    layout: ValueLayout | None = None
+    hop: Hop | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """`index` is the task's place in the graph; `dependencies` are indices of tasks that must have ended."""
+
+    index: int
+    work: Work
+    resources: tuple[Resource, ...]
+    dependencies: tuple[int, ...]
+    origin: Origin
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(resource.rank for resource in self.resources))
+
+
+RankTasks = list[tuple[Task, str, tuple[int, ...]]]
+"""Of one rank in issue order: a task, its stream on the rank, and the tasks of the rank that it waits for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order.
-
-    A task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all
-    until it ends. `issue_order` left out means the order of `tasks`.
-    """
+    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order (left out: the order of `tasks`). A
+    task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all until
+    it ends."""
 
     tasks: tuple[Task, ...]
     world_size: int
@@ -161,10 +225,8 @@ _ORIGIN_FIELDS: dict[str, Callable[[str], Any]] = {
 
 
 def to_text(graph: TaskGraph) -> str:
-    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
-
-    Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
-    """
+    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`. Issue orders that differ from the
+    list order follow as lines `order r0.compute 2,1`."""
     lines = [f"world_size {graph.world_size}"]
     listed: dict[Resource, list[int]] = {}
     for task in graph.tasks:
@@ -225,11 +287,7 @@ def _parse_task(line: str) -> Task:
 
 
 def in_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out.
-
-    Args:
-        before: per index the indices that precede it.
-    """
+    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out."""
     waiting = [len(indices) for indices in before]
     after: list[list[int]] = [[] for _ in before]
     for index, indices in enumerate(before):
@@ -253,3 +311,99 @@ def rank_tasks(graph: TaskGraph, rank: int) -> RankTasks:
         stream = next(resource.stream for resource in task.resources if resource.rank == rank)
         tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
     return tasks
+
+
+# The builder that lowering passes write to: tasks under readable keys, resolved to numbers at the end. A pass may name a task
+# that a later pass adds, so passes need no order among themselves beyond the order of issue.
+
+
+TaskKey = tuple[Hashable, ...]
+DraftEntry = tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...]]
+"""Work, resources, what comes before."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tasks in the order they were added, which is the issue order of every resource. `ranks`: the only ranks whose tasks and
+    resources are kept (None: all), where these stand for the others."""
+
+    world_size: int
+    ranks: frozenset[int] | None = None
+    _number: dict[TaskKey, int] = field(default_factory=dict)
+    _entries: list[DraftEntry] = field(default_factory=list)
+    _origins: list[Origin | Callable[[], Origin]] = field(default_factory=list)
+    _waits: list[tuple[TaskKey, TaskKey]] = field(default_factory=list)
+
+    def add(self, key: TaskKey, work: Work, resources: Iterable[Resource], after: Iterable[TaskKey], origin: Origin) -> None:
+        if self.ranks is not None:
+            resources = [resource for resource in resources if resource.rank in self.ranks]
+            if not resources and key not in self._number:
+                return
+        self.add_alike(key, (work, tuple(resources), tuple(dict.fromkeys(after))), origin)
+
+    def add_alike(self, key: TaskKey, entry: DraftEntry, origin: Origin | Callable[[], Origin]) -> None:
+        """A task that has its work, resources (kept ones) or what comes before (each key once) in common with others: they
+        should be the same objects. origin: or what makes it when it is asked for."""
+        if key in self._number:
+            raise GraphError(f"task {key} was added twice")
+        self._number[key] = len(self._entries)
+        self._entries.append(entry)
+        self._origins.append(origin)
+
+    def wait(self, key: TaskKey, before: TaskKey) -> None:
+        """A task, of this draft or of one that it continues, waits for another of this draft too."""
+        self._waits.append((key, before))
+
+    def waits(self) -> Iterable[tuple[TaskKey, TaskKey]]:
+        """Tasks, and what else each waits for."""
+        return self._waits
+
+    def keeps(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def keeps_any(self, group: Sequence[int]) -> bool:
+        return bool(group) if self.ranks is None else not self.ranks.isdisjoint(group)
+
+    def kept(self, group: Sequence[int]) -> list[int]:
+        if self.ranks is None:
+            return list(group)
+        return [] if self.ranks.isdisjoint(group) else [rank for rank in group if rank in self.ranks]
+
+    def kept_ranks(self) -> Sequence[int]:
+        return range(self.world_size) if self.ranks is None else sorted(self.ranks)
+
+    def __contains__(self, key: TaskKey) -> bool:
+        return key in self._number
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def number(self, key: TaskKey) -> int:
+        return self._number[key]
+
+    @property
+    def numbers(self) -> Mapping[TaskKey, int]:
+        return self._number
+
+    def entries(self) -> Sequence[DraftEntry]:
+        return self._entries
+
+    def origins(self) -> Iterator[Origin]:
+        """The origins of all tasks, in the order they were added."""
+        return (entry if isinstance(entry, Origin) else entry() for entry in self._origins)
+
+    def finish(self) -> TaskGraph:
+        """Numbers for keys. Raises GraphError if a key was never added."""
+        tasks = []
+        more: dict[TaskKey, list[TaskKey]] = {}
+        for key, before in self._waits:
+            more.setdefault(key, []).append(before)
+        keys = list(self._number)
+        for index, ((work, resources, after), origin) in enumerate(zip(self._entries, self.origins(), strict=True)):
+            after = (*after, *more.get(keys[index], ()))
+            missing = [key for key in after if key not in self._number]
+            if missing:
+                raise GraphError(f"task {index} depends on {missing[0]}, which no pass added")
+            numbers = tuple(sorted({self._number[key] for key in after}))
+            tasks.append(Task(index=index, work=work, resources=resources, dependencies=numbers, origin=origin))
+        return TaskGraph(tasks=tuple(tasks), world_size=self.world_size)

@@ -27,15 +27,12 @@ from parsim.model.model import Model
 from parsim.numeric import Ints
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
-from parsim.program.columns import Columns, RaggedTable, Unit, Units, columns_of
-from parsim.program.draft import Draft, TaskKey
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Columns, Folding, RaggedTable, Unit, Units, columns_of, unfolded
 from parsim.program.lower import PASSES_AT_THE_END, lower
 from parsim.program.passes.compute import add_component, add_loads, computations
 from parsim.program.passes.rounds import add_round
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import Draft, Origin, Resource, Task, TaskGraph, TaskKey
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 # Templates of computation: what a component does in one phase of a microbatch, lowered once for every kind of component.
@@ -47,12 +44,8 @@ from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 
 class Awaited(NamedTuple):
-    """A piece that tasks of another one wait for.
-
-    Attributes:
-        phase: of the piece; None: the loads of the same place on the pp axis.
-        component: its number in the model (`by_number`), or how many components after that of the waiting piece.
-    """
+    """A piece that tasks of another one wait for: of a phase (None: the loads of the same place on the pp axis), and of a
+    component by its number in the model (`by_number`), or by how many components after that of the waiting piece."""
 
     phase: Phase | None
     component: int = 0
@@ -61,12 +54,8 @@ class Awaited(NamedTuple):
 
 @dataclass(slots=True)
 class LoweredPiece:
-    """The piece of replica 0 and microbatch 0 of the first component of a kind.
-
-    Attributes:
-        component: its number in the model. waits: per piece that its tasks wait for, their places in this one and what each
-            waits for in that one.
-    """
+    """The piece of replica 0 and microbatch 0 of the first component of a kind, by its number in the model. waits: per piece
+    that its tasks wait for, their places in this one and what each waits for in that one."""
 
     component: int
     draft: Draft
@@ -82,14 +71,10 @@ class _Place(NamedTuple):
 
 
 class Pieces:
-    """The pieces of a plan: which kinds there are, and what each waits for.
+    """The pieces of a plan: which kinds there are, and what each waits for. kept: the ranks that are lowered; None: all.
 
-    Args:
-        layout: the plan and its model. kept: the ranks that are lowered; None: all.
-
-    Attributes:
-        loads: per place on the pp axis the tasks that load a batch.
-        sequences: per stage of the plan and phase of a microbatch the (phase, component) of its pieces, in order.
+    loads: per place on the pp axis the tasks that load a batch. sequences: per stage of the plan and phase of a microbatch the
+    (phase, component) of its pieces, in order.
     """
 
     def __init__(self, layout: PlanIndex, kept: frozenset[int] | None) -> None:
@@ -123,11 +108,8 @@ class Pieces:
         return self._pieces[phase, self._kinds.of[component]]
 
     def offset(self, phase: Phase, rank: int, name: str, part: Sequence[Hashable] = ()) -> int | None:
-        """The place in its piece of a computation; None: it is not lowered.
-
-        Args:
-            phase, name: of the computation. rank: of replica 0. part: of a component that runs in parts, which.
-        """
+        """The place in its piece of a computation on a rank of replica 0; None: it is not lowered. part: of a component that
+        runs in parts."""
         number = self._number[name]
         piece = self.of(phase, number)
         first, stage_of, mesh = (
@@ -197,11 +179,8 @@ def _awaited(phase: Phase, number: int, waiting: int, far: Iterable[int]) -> Awa
 
 
 class TaskNumbers:
-    """The numbers of tasks as `lower` gives them: place on the pp axis, replica, then the actions of its ranks.
-
-    Attributes:
-        loads: int64 [places, replicas], the first task that loads. count: of tasks.
-    """
+    """The numbers of tasks as `lower` gives them: place on the pp axis, replica, then the actions of its ranks. loads: int64
+    [places, replicas], the first task that loads. count: of tasks."""
 
     def __init__(self, layout: PlanIndex, folding: Folding, pieces: Pieces) -> None:
         plan, count = layout.plan, len(layout.model.components)
@@ -242,11 +221,8 @@ class TaskNumbers:
         return starts
 
     def by_microbatch(self, phase: Phase, component: int, replica: int) -> tuple[Ints, int]:
-        """Where the blocks of one component begin, int64 [microbatches], and how far in them its pieces do.
-
-        Args:
-            phase, component: of the pieces. replica: its number among those that are lowered.
-        """
+        """Where the blocks of a component begin, int64 [microbatches], and how far in them its pieces do; of a lowered replica
+        by number."""
         return self._starts[self._block[phase][component], replica], int(self._inside[phase][component])
 
 
@@ -259,11 +235,8 @@ def lower_columns(
     mixing_round: int = 0,
     local: bool = False,
 ) -> Columns:
-    """The program of one step as columns. Raises PlanError if the plan does not fit the model.
-
-    Args:
-        folding: which ranks stand for which (None: each for itself). layout, mixing_round, local: as `lower` takes them.
-    """
+    """The program of one step as columns. folding: which ranks stand for which (None: each for itself). layout, mixing_round,
+    local: as `lower` takes them, and raises."""
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
     rule = plan.synchronisation
@@ -290,12 +263,8 @@ T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
-    """The copies of a piece (None: of the loads of a place).
-
-    Attributes:
-        components, places: those that have it, and where they run.
-        starts: int64 [components, replicas, microbatches], the first tasks of the copies.
-    """
+    """The copies of a piece (None: of the loads of a place): the components that have it, where they run, and int64
+    [components, replicas, microbatches] the first tasks of the copies."""
 
     draft: Draft
     piece: LoweredPiece | None
@@ -305,8 +274,6 @@ class _Copies(NamedTuple):
 
 
 class _Expansion:
-    """Copies of the pieces, put together."""
-
     def __init__(self, layout: PlanIndex, folding: Folding, pieces: Pieces, end: Draft) -> None:
         self._layout = layout
         self._plan = layout.plan
@@ -330,7 +297,6 @@ class _Expansion:
         self._replica_row = {replica: row for row, replica in enumerate(folding.replicas)}
 
     def columns(self, view: Callable[[], TaskGraph] | None) -> Columns:
-        """`view`: makes the task graph; None: these columns as tasks."""
         for place, draft in self._pieces.loads.items():
             if len(draft):
                 self._copy(draft, None, (place,), (place,), self._numbers.loads[place][None, :, None])
@@ -485,7 +451,6 @@ class _Expansion:
         return [Unit(moved_work(work, move, name), rank + move) for move in moves for work, rank in entries]
 
     def _graph(self, columns: Columns) -> TaskGraph:
-        """The program as tasks, for people."""
         origins: dict[int, Origin] = {}
         for copies in self._copies:
             for number, component in enumerate(copies.components):
@@ -543,11 +508,8 @@ class _Rows:
         return number
 
     def pairs(self, of_task: Ints, first: int) -> tuple[Ints, Ints]:
-        """(task, number) for all numbers of tasks in a row.
-
-        Args:
-            of_task: which row each task has. first: number of the first task.
-        """
+        """(task, number) for all numbers of tasks in a row, from which row each task has; `first` is the number of the first
+        task."""
         table = RaggedTable.from_rows(self._rows)
         counts = np.diff(table.offsets)[of_task]
         ends = np.cumsum(counts)

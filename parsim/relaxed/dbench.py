@@ -24,13 +24,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import kendalltau, rankdata
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parsim.data.shards import ShardedOrder, deal
 from parsim.errors import AlgorithmError
+from parsim.model.catalogue.networks import VisionTransformer
 from parsim.plans.mixing import connections
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
-from parsim.relaxed.replicas import LocalTraining, Workers, steps_of
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, steps_of
 
 Values = NDArray[np.float64]
 ADA = "ada"
@@ -41,11 +44,8 @@ GRAPHS = ("all_reduce", "ring", "one_peer_exponential", "torus", "exponential", 
 
 
 def gini(values: Values) -> Values:
-    """sum_i sum_j |a_i - a_j| / (2 n^2 mean): 0 for equal values, (n-1)/n when one worker has all.
-
-    Args:
-        values: [n, ...] >= 0, over the first axis. Returns [...]; 0 where all are 0.
-    """
+    """sum_i sum_j |a_i - a_j| / (2 n^2 mean) over the first axis of [n, ...] >= 0: 0 for equal values (and zeros), (n-1)/n when
+    one worker has all."""
     n = len(values)
     ordered = np.sort(values, axis=0)
     place = np.arange(1, n + 1).reshape(-1, *[1] * (values.ndim - 1))
@@ -70,12 +70,8 @@ METRICS: dict[str, Callable[[Values], Values]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarianceProfile:
-    """What was recorded of one training run.
-
-    Attributes:
-        tensors: names [l]. rounds: int64 [r], the rounds recorded. norms: [r, n, l], before mixing.
-        consensus: [r], the distance before mixing, and after: [r].
-    """
+    """What was recorded of one training run: names of tensors [l], the rounds recorded [r], norms before mixing [r, n, l], and
+    the distance before mixing and after it [r]."""
 
     tensors: tuple[str, ...]
     rounds: NDArray[np.int64]
@@ -106,13 +102,8 @@ class VarianceProfile:
 
 
 def mean_ranks(profiles: Mapping[str, VarianceProfile], metric: str) -> dict[str, float]:
-    """Per graph its mean rank by a metric: at each recorded round and tensor the graphs are ranked, 1 the least variance.
-
-    Ties share the mean of their ranks.
-
-    Raises:
-        AlgorithmError: profiles that did not record the same rounds and tensors.
-    """
+    """Per graph its mean rank by a metric: at each recorded round and tensor the graphs are ranked, 1 the least variance; ties
+    share the mean of their ranks. Raises AlgorithmError: profiles that did not record the same rounds and tensors."""
     names = list(profiles)
     values = [profiles[name].metric(metric) for name in names]
     if len({value.shape for value in values}) != 1:
@@ -132,10 +123,9 @@ BenchRow = dict[str, Any]
 class BenchRun:
     """One training run.
 
-    Attributes:
-        model, way, n, sharding, seed: which; a way is the graph. connections: messages that one replica sends per step.
-        score, mean_score: accuracy or R^2 at the end, of the averaged model and the mean of the replicas' own.
-        sent_bytes: by one replica in all. consensus: (1/n) sum |x_i - mean|^2 at the end. profile: of every recorded exchange.
+    way: the graph. score, mean_score: accuracy or R^2 at the end, of the averaged model and the mean of the replicas' own.
+    connections: messages that one replica sends per step. sent_bytes: by one replica in all. consensus: (1/n) sum |x_i -
+    mean|^2 at the end.
     """
 
     model: str
@@ -152,7 +142,6 @@ class BenchRun:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What the ways are compared within."""
         return {"model": self.model, "n": self.n, "sharding": self.sharding}
 
     def spread(self, metric: str) -> float:
@@ -172,15 +161,12 @@ def run_bench(
     every: int = 4,
     say: Callable[[str], None] | None = None,
 ) -> list[BenchRun]:
-    """Every model on every number of replicas, kind of shards and seed, by every graph.
+    """Every model (a LocalTraining by seed) on every number of replicas, kind of shards and seed, by every graph (`rule_of`).
 
-    Args:
-        models: name -> LocalTraining of a seed. graphs: see `rule_of`. shards: as `training.shards` has them.
-        batch: samples per replica and step. every: exchanges from one record of the profile to the next. say: is told of runs.
+    batch: samples per replica and step. every: exchanges from one record of the profile to the next. say: is told of runs.
 
-    Raises:
-        AlgorithmError: nothing to run, or a graph of a size that it cannot have. PlanError: an unknown graph.
-        DataError: more replicas than samples, or unknown shards.
+    Raises AlgorithmError: nothing to run, or a graph of a size that it cannot have. PlanError: an unknown graph. DataError:
+    more replicas than samples, or unknown shards.
     """
     if not models or not graphs or not replicas or not shards or not seeds:
         raise AlgorithmError(
@@ -205,10 +191,8 @@ def run_bench(
 
 
 def rule_of(graph: str, replicas: int, steps: int, epochs: int) -> Synchronisation:
-    """The rule that a graph stands for: "all_reduce", a graph of a plan that is mixed in every step, or a whole rule.
-
-    "ada" begins with n - 2 neighbours and has n / 16 fewer in every epoch of so many steps. Raises PlanError.
-    """
+    """The rule that a graph stands for: "all_reduce", a graph of a plan that is mixed in every step, or a whole rule. "ada"
+    begins with n - 2 neighbours and has n / 16 fewer in every epoch of so many steps. Raises PlanError."""
     if graph == ADA:
         graph = f"ada(start={replicas - 2}, rate={replicas / 16}, rounds={steps}, epochs={epochs})"
     is_rule = graph.split("/")[0].split(" ")[0] in ("all_reduce", "average", "gossip", "merge")
@@ -218,7 +202,6 @@ def rule_of(graph: str, replicas: int, steps: int, epochs: int) -> Synchronisati
 def _trained(
     training: LocalTraining, rule: Synchronisation, order: ShardedOrder, n: int, epochs: int, every: int
 ) -> dict[str, Any]:
-    """The fields of a BenchRun that training gives."""
     if rule.kind == "gossip" and rule.graph:
         rule.mixing.check(n)
     mixing = n if rule.mixes else 1
@@ -355,7 +338,6 @@ def _by_way(runs: Iterable[BenchRun]) -> list[tuple[str, list[BenchRun]]]:
 
 
 def _grouped(runs: Iterable[BenchRun], key: Callable[[BenchRun], Any]) -> list[list[BenchRun]]:
-    """Runs of equal key together, in the order in which the keys first came."""
     groups: dict[Any, list[BenchRun]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
@@ -382,3 +364,64 @@ def bench_tables(runs: Sequence[BenchRun]) -> dict[str, list[BenchRow]]:
         "dbench_relations": relations(runs),
         "dbench_tensors": tensor_rows(runs),
     }
+
+
+# The models that `bench-graphs` trains on scikit-learn's digits.
+
+
+DTYPE = torch.float32
+
+
+def mlp(seed: int, *, dtype: torch.dtype = torch.float64) -> LocalTraining:
+    """64-64-10, ReLU, He initialisation from NumPy's PCG64, SGD .1: the setting of the specified figures."""
+    problem = load_problem("digits", dtype=dtype)
+    return LocalTraining(perceptron(problem, (64,), seed=seed, dtype=dtype), problem, LocalOptimizer(learning_rate=0.1))
+
+
+def logistic(seed: int) -> LocalTraining:
+    """64-10: convex; SGD .1."""
+    problem = load_problem("digits", dtype=DTYPE)
+    return LocalTraining(perceptron(problem, (), seed=seed, dtype=DTYPE), problem, LocalOptimizer(learning_rate=0.1))
+
+
+def cnn(seed: int) -> LocalTraining:
+    """Two convolutions of 8 and 16 channels with stride 2 and a linear layer; SGD .05 with momentum .9."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 8, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
+    optimizer = LocalOptimizer(kind="sgd_momentum", learning_rate=0.05)
+    return LocalTraining(model.to(DTYPE), load_problem("digits", dtype=DTYPE), optimizer)
+
+
+class PlainAttention(nn.Sequential):
+    """Modules in turn, attention written out: the fused kernel of a CPU has no rule for many replicas at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+def transformer(seed: int) -> LocalTraining:
+    """A vision transformer of one layer of width 16 on four patches; Adam .01."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        encoder = VisionTransformer(input_shape=(1, 8, 8), patch=4, hidden=16, layers=1, heads=2, num_classes=10, dropout=0.0)
+    model = PlainAttention(nn.Unflatten(1, (1, 8, 8)), encoder).to(DTYPE)
+    return LocalTraining(model, load_problem("digits", dtype=DTYPE), LocalOptimizer(kind="adam", learning_rate=0.01))
+
+
+MODELS: dict[str, Callable[[int], LocalTraining]] = {
+    "logistic": logistic,
+    "mlp": lambda seed: mlp(seed, dtype=DTYPE),
+    "cnn": cnn,
+    "transformer": transformer,
+}

@@ -23,9 +23,7 @@ TRAIN_FRACTION = 0.8
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LearningProblem:
     """Inputs [n, features] and targets (int64 classes [n], or floats [n, 1] to regress), for training and for the score.
-
-    `outputs` is the width of the last layer: classes, or 1.
-    """
+    `outputs` is the width of the last layer: classes, or 1."""
 
     name: str
     inputs: Tensor
@@ -53,7 +51,6 @@ class LearningProblem:
         return (outputs - targets).square().flatten(1).mean(1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean of `losses` over the batch."""
         return self.losses(outputs, targets).mean()
 
     def score(self, outputs: Tensor) -> float:
@@ -117,10 +114,8 @@ def perceptron(
     dtype: torch.dtype = torch.float32,
     activation: str = "relu",
 ) -> nn.Sequential:
-    """Linear layers with an activation between, initialised after He (relu) or LeCun (tanh) by NumPy's generator from `seed`.
-
-    Drawn in float64 and rounded, so that runs of both precisions begin from the same weights.
-    """
+    """Linear layers with an activation between, initialised after He (relu) or LeCun (tanh) by NumPy's generator from `seed`:
+    drawn in float64 and rounded, so that runs of both precisions begin from the same weights."""
     if activation not in ACTIVATIONS:
         raise DataError(f"unknown activation {activation!r}{near_matches(activation, ACTIVATIONS)}")
     make, gain = ACTIVATIONS[activation]

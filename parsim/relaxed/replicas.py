@@ -7,6 +7,8 @@ over rows. Batches of different sizes are padded with samples of weight 0.
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,8 +23,7 @@ from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import Order, part
 from parsim.errors import AlgorithmError, near_matches
 from parsim.execute.mixing import restored, rounded, squared_norm
-from parsim.plans.averaging import Merged, merged_in_turn
-from parsim.plans.mixing import FIRST_LOOP, LoopState
+from parsim.plans.mixing import FIRST_LOOP, LoopState, Merged, merged_in_turn
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import STALE, Synchronisation
 from parsim.relaxed.problems import LearningProblem
@@ -54,9 +55,7 @@ class LocalOptimizer:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Workers:
     """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m].
-
-    buffers: running statistics, each [m, ...], in the order of the module's; none before the first step.
-    """
+    buffers: running statistics, each [m, ...], in the order of the module's; none before the first step."""
 
     weights: Tensor
     moments: tuple[Tensor, ...] = ()
@@ -69,7 +68,6 @@ class Workers:
         return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
 
     def take(self, rows: Sequence[int]) -> Workers:
-        """The workers of these rows."""
         index = torch.tensor(list(rows))
         moments, buffers = (tuple(each[index] for each in held) for held in (self.moments, self.buffers))
         return Workers(weights=self.weights[index], moments=moments, buffers=buffers, steps=self.steps[index])
@@ -104,10 +102,8 @@ LOCAL_OPTIMIZERS: dict[str, Callable[[Workers, Tensor, LocalOptimizer], tuple[Te
 
 
 class LocalTraining:
-    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`.
-
-    The module must be a function of its parameters and buffers: no randomness. Every worker has running statistics of its own.
-    """
+    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`. The module
+    must be a function of its parameters and buffers: no randomness. Every worker has running statistics of its own."""
 
     def __init__(self, model: nn.Module, problem: LearningProblem, optimizer: LocalOptimizer) -> None:
         self.problem, self.optimizer, self.model = problem, optimizer, model
@@ -125,11 +121,6 @@ class LocalTraining:
     def weight_bytes(self) -> int:
         """|w|: bytes of one worker's parameters."""
         return self.start.numel() * self.start.element_size()
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether the module has running statistics."""
-        return bool(self._buffers)
 
     def outputs(self, weights: Tensor, inputs: Tensor, buffers: Sequence[Tensor] = ()) -> Tensor:
         """The model's outputs for one row of weights [D]. buffers: in the order of the module's, which training changes."""
@@ -179,10 +170,8 @@ class LocalTraining:
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1.
-
-        Raises AlgorithmError: the model has running statistics, which stages that are late take of other weights.
-        """
+        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1. Raises
+        AlgorithmError: the model has running statistics, which stages that are late take of other weights."""
         if self._buffers:
             raise AlgorithmError(
                 "virtual stages need a model without buffers (no BatchNorm): one gradient of the whole model stands for those "
@@ -205,11 +194,8 @@ class LocalTraining:
         return gradient, moved
 
     def curvature(self, weights: Tensor, samples: NDArray[np.int64], *, iterations: int = 30) -> float:
-        """L, the largest |eigenvalue| of the Hessian of the mean loss at one row of weights [D], by power iteration: at most
-        the true one.
-
-        Args: samples: int64 [batch].
-        """
+        """L, the largest |eigenvalue| of the Hessian of the mean loss over samples at one row of weights [D], by power
+        iteration: at most the true one."""
         index = torch.tensor(samples)
         inputs, targets = self.problem.inputs[index], self.problem.targets[index]
         at = weights.detach().clone().requires_grad_()
@@ -273,16 +259,13 @@ class _WholeGradients:
             self._gradients[batch] = self._training.gradient(self._weights.pop(batch), samples)
 
     def backward(self, stage: int, batch: int, weights: Tensor) -> Tensor:
-        """The gradient [replicas, D of the stage] of a batch."""
         whole = self._gradients[batch] if stage else self._gradients.pop(batch)
         return whole[:, self._places[stage]] * self._shrunk[stage]
 
 
 class _CutGradients:
     """The gradients of stages that run backward with the weights of now, with old activations (fresh) or new ones (replay).
-
-    Raises AlgorithmError: the model is no chain of modules, or a stage begins within one.
-    """
+    Raises AlgorithmError: the model is no chain of modules, or a stage begins within one."""
 
     def __init__(
         self, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]], rule: Synchronisation
@@ -357,10 +340,7 @@ def stale_steps(
     replicas: int = 1,
 ) -> Iterator[Workers]:
     """Step after step without end: the weights of all stages behind each, a worker per replica. Changes of them are taken over.
-
-    stages: names of the parameters of each, first to last. Raises AlgorithmError: they do not divide the model's parameters, or
-    cannot be cut so.
-    """
+    stages: names of the parameters of each. Raises AlgorithmError: they do not divide the parameters, or cannot be cut so."""
     places, count = _places(training, stages), len(stages)
     live = [Workers.fresh(training.start[place].repeat(replicas, 1)) for place in places]
     forward_lags = [rule.forward_lag(stage, count) for stage in range(count)]
@@ -421,13 +401,9 @@ neighbours have 7,056 of a million."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedOutcome:
-    """What the replicas of a plan learnt.
-
-    Attributes:
-        workers: weights of every replica [P, D]. weights: their mean [D], which a checkpoint of the real run holds.
-        buffers: running statistics of every replica, each [P, ...].
-        seconds: simulated, of all steps. rounds: in which weights were mixed. scores: (step, score of the mean weights).
-    """
+    """What the replicas of a plan learnt: weights of every replica [P, D], their mean [D] (which a checkpoint of the real run
+    holds), simulated seconds, rounds, (step, score of the mean weights), and running statistics of every replica, each [P,
+    ...]."""
 
     workers: Tensor
     weights: Tensor
@@ -448,14 +424,11 @@ def train_planned(
     score_every: int = 0,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> PlannedOutcome:
-    """Train one virtual replica per replica of the plan, as the executor would.
+    """Train one virtual replica per replica of a plan that mixes, as the executor would, for so many steps.
 
-    Args:
-        plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
-        order: of the samples; replicas take equal parts of every global batch. steps: to train.
-        fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some.
-        step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
-        on_step: sees (steps done, weights [P, D]).
+    fragments: names of the parameters of each (`parsim.program.passes.rounds.fragments_of`), where the rule has some. step_s:
+    seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none. on_step: sees (steps done,
+    weights [P, D]).
 
     Raises AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
     """
@@ -496,9 +469,9 @@ def steps_of(
 ) -> Iterator[tuple[Workers, RoundState]]:
     """Step after step without end: the replicas behind each, and what they keep from round to round.
 
-    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of
-    the parameters of every stage (stale) or fragment. before_round: sees the number of every round and the weights [P, D]
-    before it. Raises AlgorithmError: so many replicas do not fit, or parts do not.
+    replicas: that mix; 1 under all_reduce and stale, where one takes the whole batch and learns the same. parts: names of the
+    parameters of every stage (stale) or fragment. before_round: sees the number of every round and the weights [P, D] before
+    it. Raises AlgorithmError: so many replicas do not fit, or parts do not.
     """
     check_room(replicas * (len(parts) if rule.is_stale else 1), training.weight_bytes)  # batches that wait keep weights too
     workers = Workers.fresh(training.start.repeat(replicas, 1))
@@ -530,13 +503,8 @@ def steps_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundState:
-    """What replicas keep from round to round.
-
-    Attributes:
-        previous: the model behind the last round: [D], or every replica's own [P, D] of push-sum and merge. velocity: of an
-            outer optimizer. masses: of push-sum [P]. merged: of merge, the global model. rounds: so far. loop: of
-            Ada's closed loop.
-    """
+    """What replicas keep from round to round. previous: the model behind the last round: [D], or every replica's own [P, D] of
+    push-sum and merge. masses: of push-sum [P]. merged: of merge, the global model. loop: of Ada's closed loop."""
 
     previous: Tensor
     masses: Tensor
@@ -564,10 +532,8 @@ class RoundState:
 def mixed_weights(
     rule: Synchronisation, before: Tensor, weights: Tensor, kept: RoundState, sizes: Sequence[int] = ()
 ) -> tuple[Tensor, RoundState]:
-    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it.
-
-    sizes: of the parameter tensors, where changes are rounded tensor by tensor.
-    """
+    """One round: the weights [P, D] of all replicas behind it, from those before the last step and those after it. sizes: of
+    the parameter tensors, where changes are rounded tensor by tensor."""
     replicas = len(weights)
     if rule.kind == "merge":
         starts = kept.previous.expand(weights.shape)
@@ -601,3 +567,99 @@ def mixed_weights(
     if rule.combines_first:
         mixed = mixed + (weights - before)
     return mixed, replace(kept, previous=previous, masses=masses, velocity=velocity, rounds=kept.rounds + 1, loop=loop)
+
+
+# How many steps a way of synchronising takes to a score, at the scale that is asked about.
+
+
+SCORED_EVERY = 5
+"""Steps between two scores. So the steps to a target are known to so many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningCourse:
+    """One training until it reached a score, or as long as it was let. steps: to the target; None: it was not reached. scores:
+    (step, score of the mean weights), in order; best, best_step: the highest."""
+
+    steps: int | None
+    best: float
+    best_step: int
+    scores: tuple[tuple[int, float], ...]
+
+
+def course_to(
+    target: float,
+    rule: Synchronisation,
+    replicas: int,
+    training: LocalTraining,
+    order: SampleOrder,
+    *,
+    most_steps: int,
+    parts: Sequence[Sequence[str]] = (),
+) -> LearningCourse:
+    """Train until the mean weights score `target` (accuracy, or R^2), or for `most_steps`. replicas, parts: see `steps_of`.
+    Raises AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it."""
+    if most_steps < SCORED_EVERY:
+        raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
+    scores: list[tuple[int, float]] = []
+    for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, parts), 1):
+        if step % SCORED_EVERY == 0:
+            scores.append((step, training.score(kept.mean(workers.weights), workers)))
+            if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
+                break
+    best_step, best = max(scores, key=lambda entry: entry[1])
+    return LearningCourse(
+        steps=scores[-1][0] if scores[-1][1] >= target else None, best=best, best_step=best_step, scores=tuple(scores)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntSteps:
+    """Courses, one per seed, at the learning rate that is best for this way of synchronising."""
+
+    learning_rate: float
+    courses: tuple[LearningCourse, ...]
+
+    @property
+    def steps(self) -> float | None:
+        """The median over seeds; None where half of them or more do not reach the target."""
+        reached = [float("inf") if course.steps is None else float(course.steps) for course in self.courses]
+        middle = statistics.median(reached)
+        return None if middle == float("inf") else middle
+
+    @property
+    def best(self) -> LearningCourse:
+        """The seed in the middle by its highest score: what was learnt where the target is not reached."""
+        ranked = sorted(self.courses, key=lambda course: course.best)
+        return ranked[len(ranked) // 2]
+
+    @property
+    def spread(self) -> tuple[int | None, int | None]:
+        """The fewest and the most steps; None: not reached."""
+        steps = [course.steps for course in self.courses]
+        reached = [count for count in steps if count is not None]
+        return min(reached, default=None), None if None in steps else max(reached)
+
+
+def learnt_steps(
+    course: Callable[[float, int, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int], most_steps: int
+) -> LearntSteps:
+    """The best of several learning rates: the one that reaches the target first, or comes nearest. course: of a rate, a seed
+    and the most steps. A rate is given up where the best one so far had reached the target; of the best one every seed trains
+    as long as it may."""
+    best: LearntSteps | None = None
+    for rate in learning_rates:
+        most = most_steps if best is None or best.steps is None else math.ceil(best.steps)
+        tried = LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed, most) for seed in seeds))
+        if best is None or _order(tried) < _order(best):
+            courses = (
+                course(rate, seed, most_steps) if short.steps is None and most < most_steps else short
+                for seed, short in zip(seeds, tried.courses, strict=True)
+            )
+            best = LearntSteps(learning_rate=rate, courses=tuple(courses))
+    assert best is not None
+    return best
+
+
+def _order(tried: LearntSteps) -> tuple[bool, float, float]:
+    return tried.steps is None, tried.steps or 0.0, -tried.best.best

@@ -21,9 +21,9 @@ from parsim.report.legend import (
     axis_name,
     value_name,
 )
-from parsim.report.sketch import LETTERS, PIECES
-from parsim.report.standalone import asset, standalone_page
+from parsim.report.page import asset, standalone_page
 from parsim.report.tables import CATEGORIES, line_name
+from parsim.report.trace import LETTERS, PIECES
 
 DIGITS = 5
 """Significant, of every number of the page."""

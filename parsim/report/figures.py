@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from parsim.costs.history import LEVEL, Judged, ValidationRecord, judged_split, records_needed, shares_by_level
+from parsim.errors import require
 from parsim.predict.memory import NOT_TENSORS
-from parsim.program.task import parse_resource
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import TaskGraph, parse_resource
 from parsim.report.legend import (
     BLUE,
     CATEGORY_COLOURS,
@@ -27,18 +28,32 @@ from parsim.report.legend import (
     KIND_COLOURS,
     MEMORY_COLOURS,
     METRICS,
+    ORANGE,
     SERIES,
     VERMILION,
     axis_name,
     axis_scale,
     value_name,
 )
-from parsim.report.plots import go, make_subplots
-from parsim.report.tables import CATEGORIES, format_error, interval_texts, is_chosen, line_name, memory_lines, plan_text
+from parsim.report.tables import (
+    CATEGORIES,
+    NOTHING,
+    format_error,
+    interval_texts,
+    is_chosen,
+    line_name,
+    memory_lines,
+    plan_text,
+)
 from parsim.report.trace import stream_order, task_label
 from parsim.timeline import Timeline
 from parsim.units import format_bytes, format_seconds
 from parsim.work import kind_of
+
+require("plotly", "a page with figures")
+
+import plotly.graph_objects as go  # noqa: E402
+from plotly.subplots import make_subplots  # noqa: E402
 
 PREDICTED, MEASURED = BLUE, "#4a5560"
 
@@ -109,7 +124,6 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline], *, most
 
 
 def _label_rows(figure: go.Figure, labels: Sequence[str], **settings: Any) -> None:
-    """One row per label, the first on top."""
     figure.update_yaxes(
         tickvals=list(range(len(labels))),
         ticktext=list(labels),
@@ -197,9 +211,8 @@ def learning_figure(
 ) -> go.Figure:
     """Loss over steps and over seconds, and the scores of validations, of a training or of several.
 
-    Args:
-        lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
-            predicted: the same losses over predicted time. beside: lines and step_s of other trainings, by name.
+    Args: lines: of metrics.jsonl: step, seconds, and where there are any loss and validation. step_s: seconds of a step as
+        predicted: the same losses over predicted time. beside: lines and step_s of other trainings, by name.
     """
     trainings = {"": (lines, step_s), **(beside or {})}
     looks = [line["validation"] for own, _ in trainings.values() for line in own if isinstance(line.get("validation"), Mapping)]
@@ -258,6 +271,17 @@ def scatter_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], *, 
     figure.update_yaxes(title_text=y, row=1, col=1)
     styled(figure, 380)
     return figure.update_layout(margin_b=TITLED)
+
+
+def target_figure(curves: Mapping[str, Sequence[tuple[float, float]]], target: float, title: str) -> go.Figure:
+    """Accuracy over simulated seconds, a curve of (seconds, score) per way of training; the target as a line."""
+    figure = go.Figure()
+    for name, points in curves.items():
+        if points:
+            seconds, scores = zip(*points, strict=True)
+            figure.add_scatter(x=list(seconds), y=list(scores), name=name, mode="lines")
+    figure.add_hline(y=target, line_dash="dash")
+    return figure.update_layout(title=title, xaxis_title="simulated seconds", yaxis_title="test accuracy")
 
 
 TITLED = 48
@@ -480,7 +504,7 @@ LEVEL_NAMES = {
     "reserved": "reserved by the allocator",
     "driver": "the whole device",
 }
-"""The counters of `parsim.report.more_tables.memory_levels`, as a reader meets them."""
+"""The counters of `parsim.report.tables.memory_levels`, as a reader meets them."""
 LEVEL_MARKS = {"live": "diamond", "allocated": "square", "reserved": "triangle-up", "driver": "circle"}
 
 
@@ -490,8 +514,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[
     Tensors lie at the bottom, then what the allocator keeps, then the rest. So the mark of a counter that was predicted exactly
     lies on the border above the last line that it sees.
 
-    Args:
-        memory: RankMemory as dictionaries. levels: MemoryLevel as dictionaries, of the same ranks.
+    Args: memory: RankMemory as dictionaries. levels: MemoryLevel as dictionaries, of the same ranks.
     """
     amounts = [memory_lines(rank) for rank in memory]
     names = sorted(dict.fromkeys(name for lines in amounts for name in lines), key=lambda name: _ABOVE.get(name, 0))
@@ -585,8 +608,7 @@ def sweep_figure(
 
     Where several points share a place, the best is drawn. Points that do not fit or failed are left out.
 
-    Args:
-        rows: per point, the columns of a sweep's table. keys: the swept fields. column: of METRICS; otherwise the throughput.
+    Args: rows: per point, the columns of a sweep's table. keys: the swept fields. column: of METRICS; otherwise the throughput.
         picked: number of the row to ring.
     """
     metric = next((each for each in METRICS if each.column == column), METRICS[0])
@@ -644,3 +666,95 @@ def sweep_figure(
     figure.update_yaxes(title=f"{metric.name} ({unit})", rangemode="tozero")
     styled(figure, 420)
     return figure.update_layout(margin_b=TITLED)
+
+
+# How often predicted intervals held.
+
+
+LEVELS = tuple(number / 20 for number in range(1, 20))
+COVERAGE_PX = 340
+
+
+def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.Figure, str]]:
+    """(title, figure, caption) of both figures. One without enough records to show something is left out."""
+    if len(records) < 2:
+        return []
+    intervals = (
+        "Every validation: its interval, corrected by records of other runs and other models, and the measured step. Both are "
+        "relative to the predicted median, in order of the measured step."
+    )
+    levels = (
+        "How many measured steps lay inside intervals of every nominal level. On the diagonal an interval of 90% holds 90% of "
+        "them; below it intervals are too narrow."
+    )
+    figures = [("Predicted intervals and measured steps", intervals_figure(judged_split(records)), intervals)]
+    if len(records) >= records_needed():
+        figures.append(("Nominal and empirical coverage", levels_figure(records), levels))
+    return figures
+
+
+def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
+    """Interval and measured step of every judged record in percent of its median, ordered by the measured step."""
+    ordered = sorted(rows, key=lambda row: row.record.measured_s / row.record.predicted_s)
+    places = list(range(1, len(ordered) + 1))
+    above = [100 * (row.high_s / row.record.predicted_s - 1) for row in ordered]
+    below = [100 * (1 - row.low_s / row.record.predicted_s) for row in ordered]
+    figure = go.Figure()
+    figure.add_trace(
+        go.Scatter(
+            name="corrected 90% interval",
+            x=places,
+            y=[0.0] * len(ordered),
+            mode="markers",
+            marker={"color": BLUE, "size": 3},
+            error_y=error_bars(above, below, BLUE, 2, thickness=1.2),
+            hoverinfo="skip",
+        )
+    )
+    for name, colour, covered in (("measured, inside", INK, True), ("measured, outside", VERMILION, False)):
+        chosen = [(place, row.record) for place, row in zip(places, ordered, strict=True) if row.covered is covered]
+        if chosen:
+            figure.add_trace(
+                go.Scatter(
+                    name=name,
+                    x=[place for place, _ in chosen],
+                    y=[100 * (record.measured_s / record.predicted_s - 1) for _, record in chosen],
+                    mode="markers",
+                    marker={"color": colour, "size": 7},
+                    customdata=[[record.model, record.plan or NOTHING, record.run] for _, record in chosen],
+                    hovertemplate="%{customdata[0]}, %{customdata[1]}<br>run %{customdata[2]}<br>measured %{y:+.1f}%"
+                    "<extra></extra>",
+                )
+            )
+    figure.update_xaxes(title="validation", zeroline=False, dtick=max(1, len(ordered) // 10))
+    figure.update_yaxes(ticksuffix="%", zeroline=True, zerolinecolor=GREY, fixedrange=True)
+    return styled(figure, COVERAGE_PX)
+
+
+def levels_figure(records: Sequence[ValidationRecord]) -> go.Figure:
+    """Empirical coverage against the nominal level, as predicted and corrected by the split."""
+    shares = shares_by_level(records, LEVELS)
+    corrected = [(share.level, share.corrected) for share in shares if share.corrected is not None]
+    lines = {
+        "what it should be": (GREY, [(level, level) for level in (0.0, 1.0)]),
+        "as predicted": (ORANGE, [(share.level, share.predicted) for share in shares]),
+        "corrected": (BLUE, corrected),
+    }
+    figure = go.Figure()
+    for name, (colour, points) in lines.items():
+        if points:
+            figure.add_trace(
+                go.Scatter(
+                    name=name,
+                    x=[100 * level for level, _ in points],
+                    y=[100 * share for _, share in points],
+                    mode="lines+markers",
+                    line={"color": colour},
+                    marker={"color": colour, "size": 6},
+                    hovertemplate=f"{name}: %{{y:.0f}}% of intervals of %{{x:.0f}}%<extra></extra>",
+                )
+            )
+    figure.add_vline(x=100 * LEVEL, line={"color": GREY, "dash": "dot"})
+    figure.update_xaxes(title="nominal level", ticksuffix="%", range=[0, 100])
+    figure.update_yaxes(ticksuffix="%", range=[0, 102], fixedrange=True)
+    return styled(figure, COVERAGE_PX)

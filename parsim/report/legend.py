@@ -47,7 +47,7 @@ LETTER_COLOURS = {
     "H": "#A6761D",
     "U": "#661100",
 }
-"""Of the letters of `parsim.report.sketch`."""
+"""Of the letters of `parsim.report.trace`."""
 CATEGORY_COLOURS = {
     "compute_s": BLUE,
     "load_s": GREEN,

@@ -8,18 +8,21 @@ Every text that comes from a user (component, model and file names) is escaped.
 from __future__ import annotations
 
 import html
+import importlib.resources
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from parsim.errors import require
 from parsim.files import write_text_atomically
 from parsim.program.taskgraph import TaskGraph
 from parsim.report import figures, tables
-from parsim.report.plots import go
-from parsim.report.standalone import standalone_page
 from parsim.timeline import Timeline
 from parsim.units import format_seconds
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +34,20 @@ class ReportRun:
         graph, predicted, measured: the program and its timelines (measured: one typical step).
         predicted_breakdown, measured_breakdown: RankBreakdown as dictionaries. memory: RankMemory as dictionaries.
         memory_levels: MemoryLevel as dictionaries: what was measured, each beside what was predicted of the same kind.
-        comparison: Comparison.to_dict().
-        step_s: predicted, the mean of steps in a row. None: not known.
-        absent: why a part is missing, by part: timeline, measured, breakdown, memory, comparison.
+        comparison: Comparison.to_dict(). step_s: predicted, the mean of steps in a row. None: not known.
     """
 
     label: str
-    plan: Mapping[str, Any] | str = ""
-    graph: TaskGraph | None = None
-    predicted: Timeline | None = None
+    plan: Mapping[str, Any] | str
+    graph: TaskGraph
+    predicted: Timeline
+    predicted_breakdown: Sequence[Mapping[str, Any]]
+    memory: Sequence[Mapping[str, Any]]
     measured: Timeline | None = None
-    predicted_breakdown: Sequence[Mapping[str, Any]] = ()
     measured_breakdown: Sequence[Mapping[str, Any]] = ()
-    memory: Sequence[Mapping[str, Any]] = ()
     memory_levels: Sequence[Mapping[str, Any]] = ()
     comparison: Mapping[str, Any] | None = None
     step_s: float | None = None
-    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +57,14 @@ class ReportSection:
     Attributes:
         model: its name. title: e.g. "resnet50 on dgx1-v100-32gb". text: what was asked, one paragraph.
         results: PlanResult.to_dict() of every candidate, ranked. chosen: one of them, or its strategy.
-        absent: why there is no strategy table, under the key strategies.
     """
 
     model: str
     title: str
-    text: str = ""
-    results: Sequence[Mapping[str, Any]] = ()
-    chosen: Mapping[str, Any] | str | None = None
-    runs: Sequence[ReportRun] = ()
-    absent: Mapping[str, str] = field(default_factory=dict)
+    text: str
+    results: Sequence[Mapping[str, Any]]
+    chosen: Mapping[str, Any] | str | None
+    runs: Sequence[ReportRun]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,7 @@ def _first_picture(
 ) -> str:
     """Several runs: the error of each. One plan: its timeline. Else the first figure there is. Then the rest of the summary."""
     rest = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary[1:])
-    shown = next((run for section in data.sections for run in section.runs if _timelines(run)), None)
+    shown = next((run for section in data.sections for run in section.runs), None)
     picture = ""
     if len(runs) > 1:
         caption = (
@@ -162,7 +160,7 @@ def _first_picture(
             "differ: an error inside the grey band may be noise."
         )
         picture = _figure(drawn, figures.errors_figure(runs), caption)
-    elif shown is not None and shown.graph is not None:
+    elif shown is not None:
         caption = "One step, a row per rank and stream. All rows are in the part on this plan."
         picture = _figure(drawn, figures.timeline_figure(shown.graph, _timelines(shown), most_rows=ROWS_ON_TOP), caption)
     for title, figure, caption in on_top:
@@ -173,7 +171,7 @@ def _first_picture(
 def _timelines(run: ReportRun) -> dict[str, Timeline]:
     several = run.comparison is not None and run.comparison["measured_step_s"]["steps"] > 1
     lines = {"Predicted": run.predicted, "Measured, one step" if several else "Measured": run.measured}
-    return {name: line for name, line in lines.items() if line is not None} if run.graph is not None else {}
+    return {name: line for name, line in lines.items() if line is not None}
 
 
 def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str:
@@ -181,66 +179,52 @@ def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str
     parts += [f"<p>{html.escape(section.text)}</p>"] if section.text else []
     if len(section.results) == 1:  # a figure would show one bar
         parts += ["<h3>The plan</h3>", _table(tables.strategy_table([tables.alone(section.results[0])], title=""))]
-    elif section.results:
+    else:
         caption = "Predicted step time by plan, with its 90% interval; hatched plans do not fit in memory."
         parts += [
             "<h3>Strategies</h3>",
             _table(tables.strategy_table(section.results, chosen=section.chosen, title="")),
             _figure(drawn, figures.strategies_figure(section.results, chosen=section.chosen), caption),
         ]
-    else:
-        parts.append(_absent(section.absent, "strategies"))
     parts += [_run(run, drawn, opened=place == 0) for place, run in enumerate(section.runs)]
     return "".join(parts) + "</section>"
 
 
 def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
-    parts = [f"<details{' open' if opened else ''}><summary>{_run_title(run)}</summary>", "<h4>Timeline of one step</h4>"]
-    timelines = _timelines(run)
-    if run.graph is not None and timelines:
-        caption = (
-            "A row per rank and stream, time from the start of the step; bars are labelled with their microbatch or "
-            "component. Point at one for more, drag to zoom in, double-click to zoom out."
-        )
-        if run.step_s is not None and run.predicted is not None:
-            alone, in_a_row = format_seconds(run.predicted.makespan_s), format_seconds(run.step_s)
-            if alone != in_a_row:
-                caption += f" The predicted step is drawn by itself ({alone}). In a row, steps overlap at their ends and "
-                caption += f"take {in_a_row} each."
-        parts.append(_figure(drawn, figures.timeline_figure(run.graph, timelines), caption))
-    else:
-        parts.append(_absent(run.absent, "timeline"))
-    if run.measured is None and "measured" in run.absent:
-        parts.append(_absent(run.absent, "measured"))
-    parts.append('<div class="pair"><div><h4>Where the step goes</h4>')
+    caption = (
+        "A row per rank and stream, time from the start of the step; bars are labelled with their microbatch or "
+        "component. Point at one for more, drag to zoom in, double-click to zoom out."
+    )
+    if run.step_s is not None:
+        alone, in_a_row = format_seconds(run.predicted.makespan_s), format_seconds(run.step_s)
+        if alone != in_a_row:
+            caption += f" The predicted step is drawn by itself ({alone}). In a row, steps overlap at their ends and "
+            caption += f"take {in_a_row} each."
+    stack = "Predicted, by line: tensors at the bottom, then what the allocator keeps, then the context and libraries."
+    if run.memory_levels:
+        stack += " A mark is what a counter measured; predicted exactly, it lies above the last line that it sees. "
+        stack += " ".join(figures.level_lines(run.memory_levels))
     both = {"predicted": run.predicted_breakdown, "measured": run.measured_breakdown}
-    breakdowns = {name: rows for name, rows in both.items() if len(rows)}
-    if breakdowns:
-        caption = "Per rank, on its compute stream; the categories sum to the step."
-        parts.append(_figure(drawn, figures.breakdown_figure(breakdowns), caption))
-    else:
-        parts.append(_absent(run.absent, "breakdown"))
-    parts.append("</div><div><h4>Peak memory</h4>")
-    if len(run.memory):
-        caption = "Predicted, by line: tensors at the bottom, then what the allocator keeps, then the context and libraries."
-        if run.memory_levels:
-            caption += " A mark is what a counter measured; predicted exactly, it lies above the last line that it sees. "
-            caption += " ".join(figures.level_lines(run.memory_levels))
-        parts.append(_figure(drawn, figures.memory_figure(run.memory, run.memory_levels), caption))
-    else:
-        parts.append(_absent(run.absent, "memory"))
-    parts.append("</div></div>")
+    breakdown = figures.breakdown_figure({name: rows for name, rows in both.items() if len(rows)})
+    parts = [
+        f"<details{' open' if opened else ''}><summary>{_run_title(run)}</summary>",
+        "<h4>Timeline of one step</h4>",
+        _figure(drawn, figures.timeline_figure(run.graph, _timelines(run)), caption),
+        '<div class="pair"><div><h4>Where the step goes</h4>',
+        _figure(drawn, breakdown, "Per rank, on its compute stream; the categories sum to the step."),
+        "</div><div><h4>Peak memory</h4>",
+        _figure(drawn, figures.memory_figure(run.memory, run.memory_levels), stack),
+        "</div></div>",
+    ]
     if run.comparison is not None:
-        caption = "Seconds per step, summed over the tasks of a kind; beside the bars the error of the sum."
         furthest = _table(tables.largest_errors_table(run.comparison, title=""))
+        kinds = "Seconds per step, summed over the tasks of a kind; beside the bars the error of the sum."
         parts += [
             "<h4>Error by kind of task</h4>",
-            _figure(drawn, figures.kinds_figure(run.comparison), caption),
+            _figure(drawn, figures.kinds_figure(run.comparison), kinds),
             _table(tables.kind_table(run.comparison, title="")),
             f'<details class="inner"><summary>Tasks furthest off</summary>{furthest}</details>',
         ]
-    elif run.measured is not None or "comparison" in run.absent:
-        parts.append(_absent(run.absent, "comparison"))
     return "".join(parts) + "</details>"
 
 
@@ -250,29 +234,14 @@ def _run_name(run: ReportRun) -> str:
 
 
 def _run_title(run: ReportRun) -> str:
-    text = ""
     if run.comparison is not None:
         predicted, measured = (format_seconds(run.comparison[key]) for key in ("predicted", "measured"))
         text = f"predicted {predicted}, measured {measured}, error {tables.format_error(run.comparison['relative_error'])}"
     elif run.step_s is not None:
         text = f"predicted {format_seconds(run.step_s)} a step"
-    elif run.predicted is not None:
+    else:
         text = f"predicted {format_seconds(run.predicted.makespan_s)}"
-    return f"<strong>{html.escape(_run_name(run))}</strong>" + (f" <span>{text}</span>" if text else "")
-
-
-_REASONS = {
-    "strategies": "No strategies were compared here.",
-    "timeline": "No timeline was kept of this plan.",
-    "breakdown": "No breakdown was made of this plan.",
-    "memory": "Memory was not predicted for this plan.",
-    "comparison": "The prediction was not compared with the measurement.",
-}
-"""Why a part is missing, where nothing else is known."""
-
-
-def _absent(reasons: Mapping[str, str], part: str) -> str:
-    return f'<p class="absent">{html.escape(reasons.get(part) or _REASONS[part])}</p>'
+    return f"<strong>{html.escape(_run_name(run))}</strong> <span>{text}</span>"
 
 
 def _table(table: tables.ReportTable) -> str:
@@ -313,4 +282,37 @@ def _figure(drawn: list[go.Figure], figure: go.Figure, caption: str) -> str:
     return (
         f'<figure><div class="legend"></div><div class="plot" {place} role="img" aria-label="{text}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+# The frame of a page that opens offline: its style, its data, plotly.js and its scripts stand in it once.
+
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+"""Forbids every request."""
+
+
+def asset(name: str) -> str:
+    """A file of `parsim/report/assets`."""
+    return importlib.resources.files("parsim.report").joinpath("assets", name).read_text("utf-8")
+
+
+def standalone_page(title: str, *, body: str, data: tuple[str, str], script: str) -> str:
+    """A whole HTML page in the look of all pages (page.css, page.js).
+
+    Args: title: a text, which is escaped. body: HTML. data: id of the element that the script reads, and its JSON without "<".
+        script: name of the page's own asset.
+    """
+    require("plotly", "a page with figures")
+    from plotly.offline import get_plotlyjs
+
+    plotly_js = get_plotlyjs().replace("</script", "<\\/script")
+    code = "".join(f"<script>{text}</script>\n" for text in (plotly_js, asset("page.js"), asset(script)))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{html.escape(title)}</title><style>{asset('page.css')}</style></head>\n"
+        f'<body>{body}<script type="application/json" id="{data[0]}">{data[1]}</script>\n{code}</body></html>\n'
     )

@@ -71,8 +71,7 @@ def checked_ending(path: str | Path, endings: Sequence[str], what: str = "pictur
 def plotted(figure: go.Figure, title: str, path: str | Path | None = None) -> Any:
     """The figure as a `matplotlib.figure.Figure`, or as it is where matplotlib is not installed; with a path also as a file.
 
-    Raises:
-        ConfigError: the path does not end in .png, .svg or .pdf. MissingDependencyError: a path, and no matplotlib.
+    Raises: ConfigError: the path does not end in .png, .svg or .pdf. MissingDependencyError: a path, and no matplotlib.
     """
     where = None if path is None else checked_ending(path, PICTURES)
     if importlib.util.find_spec("matplotlib") is None:
@@ -131,7 +130,6 @@ def drawn(figure: go.Figure, title: str) -> Any:
 
 
 def _panels(figure: go.Figure, picture: Any) -> Iterable[tuple[Any, list[Any], tuple[Any, Any], str]]:
-    """Each panel: its axes, its traces, its two axes in plotly's words, and its heading."""
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for trace in figure.data:
         groups[trace.xaxis or "x", trace.yaxis or "y"].append(trace)
@@ -297,5 +295,4 @@ def _error_bars(axes: Any, at: tuple[Sequence[float], Sequence[float]], across: 
 
 
 def _plain(text: str) -> str:
-    """Text without plotly's markup; a break stays one."""
     return html.unescape(re.sub(r"<[^>]*>", "", text.replace("<br>", "\n")))

@@ -1,24 +1,48 @@
 """The tables of the command line and of report.html, as values.
 
-Each function takes the dictionaries that JSON results hold and returns a `ReportTable` of texts; `to_rich` and `to_text`
-(fixed width, the same everywhere) print one, `parsim.report.page` turns it into HTML. All relative errors are
-(predicted - measured) / measured.
+Each function takes the dictionaries that JSON results hold and returns a `ReportTable` of texts; `to_rich`, `to_text` (fixed
+width, the same everywhere) and `table_html` (for notebooks) print one, `parsim.report.page` turns it into a page. All relative
+errors are (predicted - measured) / measured.
 """
 
 from __future__ import annotations
 
+import html
+import math
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.history import ValidationRecord, correction, coverage_by, coverage_of, judged_split
+from parsim.execute.cuda.gpu import MemoryUse
+from parsim.hardware.profile import Profile
+from parsim.hardware.records import OperatorFit, OperatorSurface
+from parsim.hardware.speed_factor import speed_since
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
-from parsim.predict.memory import verdict_text
-from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds, printable, three_digits
+from parsim.predict.breakdown import RankBreakdown
+from parsim.predict.memory import RankMemory, verdict_text
+from parsim.predict.result import PlanResult
+from parsim.program.taskgraph import TaskGraph, parse_resource
+from parsim.timeline import Timeline
+from parsim.units import (
+    format_bandwidth,
+    format_bytes,
+    format_count,
+    format_energy,
+    format_money,
+    format_percent,
+    format_seconds,
+    printable,
+    three_digits,
+)
+from parsim.work import kind_of
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
     from parsim.costs.history import HistoryLine
@@ -466,3 +490,423 @@ def history_table(lines: Sequence[HistoryLine], title: str) -> ReportTable:
     return ReportTable(
         title=title, columns=columns_of(*names, words=("when", "model", "run"), wraps="used"), rows=tuple(rows), notes=notes
     )
+
+
+# A ReportTable as HTML for a notebook: without styles, every text escaped.
+
+
+def table_html(table: ReportTable) -> str:
+    """Caption, head, rows (those to point out in bold) and notes."""
+    head = "".join(f"<th>{html.escape(column.name)}</th>" for column in table.columns)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{_marked(text, number in table.emphasised)}</td>" for text in row) + "</tr>"
+        for number, row in enumerate(table.rows)
+    )
+    caption = f"<caption>{html.escape(table.title)}</caption>" if table.title else ""
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
+    listing = f"<ul>{notes}</ul>" if notes else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{listing}"
+
+
+def paragraph_html(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
+def _marked(text: str, emphasised: bool) -> str:
+    return f"<b>{html.escape(text)}</b>" if emphasised else html.escape(text)
+
+
+# What a profile holds, runs under scenarios, measured memory, and how prices were computed.
+
+
+def models_table(rows: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """Models by name, as `parsim.model.catalogue.names.described` has them."""
+    return ReportTable(
+        title="Models by name",
+        columns=columns_of("model", "parameters", "layers", "hidden", "tokens", "also", words=("model",), wraps="also"),
+        rows=tuple(
+            (
+                name,
+                format_count(row["parameters"]),
+                *(f"{row[key]:,}" if row[key] else "" for key in ("layers", "hidden", "tokens")),
+                ", ".join(row["other_names"]),
+            )
+            for name, row in rows.items()
+        ),
+        notes=("An id of Hugging Face is the name of its shape: meta-llama/Llama-3.1-8B is llama3-8b.",),
+    )
+
+
+def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """Instance types of clouds by name, as `CloudInstance.to_dict` has them."""
+    rows = [
+        (
+            name,
+            row["cloud"],
+            row["machine"],
+            row["network_text"],
+            "" if row["usd_per_hour"] is None else f"{row['usd_per_hour']:g}",
+            row["price_source"].partition(", ")[2],
+        )
+        for name, row in rented.items()
+    ]
+    return ReportTable(
+        title="Instance types",
+        columns=columns_of(
+            "instance",
+            "cloud",
+            "machine",
+            "network",
+            "USD per hour",
+            "price of",
+            words=("instance", "cloud", "machine", "price of"),
+            wraps="network",
+        ),
+        rows=tuple(rows),
+        notes=("Give one as --on, or several as --on 2xp5.48xlarge. A price that is empty is that of the GPU's part.",),
+    )
+
+
+def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
+    """What a profile holds: measured points with their range and spread, and the fits made of them."""
+    compute, collectives = profile.compute, profile.communication.points
+    rows: list[tuple[str, str, str, str]] = []
+    for phase in ("forward", "backward"):
+        points = [point for point in compute.components if point.phase == phase]
+        if points:
+            names = len({(point.model, point.component) for point in points})
+            samples = ", ".join(map(str, sorted({point.samples for point in points})))
+            what = f"{names} components at {samples} samples"
+            rows.append((phase, str(len(points)), what, _spread([point.spread for point in points])))
+    if compute.optimizers:
+        optimizers = ", ".join(sorted({point.optimizer for point in compute.optimizers}))
+        what = f"{optimizers}: {_range([point.elements for point in compute.optimizers], format_count)} elements"
+        rows.append(("optimizer", str(len(compute.optimizers)), what, _spread([point.spread for point in compute.optimizers])))
+    if compute.operator_points or compute.operator_fits:
+        fits: list[OperatorFit | OperatorSurface] = [*compute.operator_fits, *compute.operator_surfaces]
+        kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
+        what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
+        rows.append(("operators", str(len(compute.operator_points)), what, _spread([fit.relative_sigma for fit in fits])))
+    for operation, group_size in dict.fromkeys((point.operation, len(point.group)) for point in collectives):
+        of_group = [point for point in collectives if point.operation == operation and len(point.group) == group_size]
+        what = f"{_range([point.size_bytes for point in of_group], format_bytes)} over {group_size} ranks"
+        spread = _spread([point.spread for point in of_group if point.spread is not None])
+        rows.append((operation, str(len(of_group)), what, spread))
+    if profile.noise is not None:
+        rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
+        if profile.noise.rank_sigma:
+            spread = f"±{format_percent(profile.noise.rank_sigma)}"
+            rows.append(("ranks", NOTHING, "of one rank's step against the others'", spread))
+    if profile.overlap is not None:
+        compute_factor, communication_factor = profile.overlap.compute_factor, profile.overlap.communication_factor
+        what = f"compute x{compute_factor:.3g}, communication x{communication_factor:.3g} while both run"
+        rows.append(("overlap", NOTHING, what, NOTHING))
+    if profile.host is not None:
+        host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
+        if profile.host.post_wait_s:
+            host += f", {format_seconds(profile.host.post_wait_s)} after a wait"
+        if profile.host.launch_s:
+            host += f", {format_seconds(profile.host.launch_s)} per launch"
+        if profile.host.core_sharing > 1:
+            host += f"; computing x{profile.host.core_sharing:.3g} where ranks share a core"
+        rows.append(("host", NOTHING, host, NOTHING))
+    if profile.today is not None:
+        what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"
+        rows.append(("today", NOTHING, what, NOTHING))
+    return ReportTable(
+        title=title or f"Calibration {profile.name}",
+        columns=columns_of("kind", "points", "what", "spread", words=("kind",), wraps="what"),
+        rows=tuple(rows),
+        notes=(f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",),
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"±{format_percent(median(values))}" if values else NOTHING
+
+
+def _range(values: Sequence[float], text: Any) -> str:
+    low, high = min(values), max(values)
+    return str(text(low)) if low == high else f"{text(low)} to {text(high)}"
+
+
+# The tables of a plan in a scenario: the step under every state of the machine, the whole run, the checkpoint interval.
+
+
+MOST_STATES = 24
+
+
+def states_table(states: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """One row per state of the machine, in order of time."""
+    rows = []
+    for state in states[:MOST_STATES]:
+        until = NOTHING if state["until_s"] is None else format_seconds(state["until_s"])
+        step, slowdown = "stands still", NOTHING
+        if not math.isinf(state["step_s"]):
+            step, slowdown = format_seconds(state["step_s"]), f"{state['slowdown']:.3f}"
+        rows.append((format_seconds(state["from_s"]), until, step, slowdown))
+    more = len(states) - MOST_STATES
+    return ReportTable(
+        title="The step in every state of the machine",
+        columns=columns_of("from", "until", "step", "times the quiet one"),
+        rows=tuple(rows),
+        notes=(f"{more} more states",) if more > 0 else (),
+    )
+
+
+def run_table(run: Mapping[str, Any]) -> ReportTable:
+    """A whole run: each figure with its median and 90% interval."""
+    names = {
+        "total_s": "time",
+        "training_s": "of it training",
+        "lost_s": "of that undone by failures",
+        "checkpoint_s": "checkpoints",
+        "evaluation_s": "evaluation",
+        "epoch_start_s": "starts of epochs",
+        "down_s": "starting and restarting",
+    }
+    rows = [(title, *interval_texts(run[key])) for key, title in names.items()]
+    rows.append(("failures", *_texts(run["failures"], lambda value: f"{value:.3g}")))
+    rows.append(("useful share of the time", *_texts(run["useful_fraction"], format_percent)))
+    if run["price"]["median"]:
+        rows.append(("price", *_texts(run["price"], lambda value: format_money(value, run["currency"]))))
+    if run["energy_j"]["median"]:
+        rows.append(("energy", *_texts(run["energy_j"], lambda value: format_energy(value / 3.6e6))))
+    return ReportTable(
+        title=f"The whole run: {run['epochs']} epochs, {run['steps']} steps, {run['draws']} draws",
+        columns=columns_of("figure", "median", "90%", wraps="figure"),
+        rows=tuple(rows),
+    )
+
+
+def interval_table(choice: Mapping[str, Any]) -> ReportTable:
+    """The mean run under every checkpoint interval, the best one marked, beside the formulas."""
+    best = min(row["mean_s"] for row in choice["rows"])
+    rows = [
+        (format_seconds(row["interval_s"]), format_seconds(row["mean_s"]), f"+{100 * (row['mean_s'] / best - 1):.2f}%")
+        for row in choice["rows"]
+    ]
+    return ReportTable(
+        title="Checkpoint interval",
+        columns=columns_of("interval", "mean time", "longer than the best"),
+        rows=tuple(rows),
+        emphasised=tuple(number for number, row in enumerate(choice["rows"]) if row["mean_s"] == best),
+        notes=(
+            f"simulated optimum {format_seconds(choice['simulated_s'])}; Young {format_seconds(choice['young_s'])}, Daly "
+            f"{format_seconds(choice['daly_s'])} (a failure every {format_seconds(choice['mtbf_s'])}, "
+            f"{format_seconds(choice['write_s'])} to write)",
+        ),
+    )
+
+
+def _texts(interval: Mapping[str, float], text: Any) -> tuple[str, str]:
+    return text(interval["median"]), f"{text(interval['p05'])}–{text(interval['p95'])}"
+
+
+# Predicted and measured memory of every rank, like with like: each counter beside the lines of the prediction that it sees.
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLevel:
+    """Attributes: level: "live", "allocated", "reserved" or "driver". relative_error: (predicted - measured) / measured."""
+
+    rank: int
+    level: str
+    predicted_bytes: int
+    measured_bytes: int
+    relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def memory_levels(predicted: Sequence[RankMemory], measured: Sequence[MemoryUse | None]) -> tuple[MemoryLevel, ...]:
+    """Up to four rows per rank; none for a counter that was not there.
+
+    Live and allocated are held against the lines of tensors, reserved against these and the line `allocator`, what the driver
+    no longer has against all lines.
+    """
+    rows = []
+    for memory, use in zip(predicted, measured, strict=True):
+        if use is None:
+            continue
+        tensors = sum(memory.tensor_lines.values())
+        for level, foreseen, seen in (
+            ("live", tensors, use.live_bytes),
+            ("allocated", tensors, use.allocated_bytes),
+            ("reserved", tensors + memory.line("allocator"), use.reserved_bytes),
+            ("driver", memory.total_bytes, use.driver_bytes),
+        ):
+            if seen:
+                rows.append(MemoryLevel(memory.rank, level, foreseen, seen, (foreseen - seen) / seen))
+    return tuple(rows)
+
+
+# Tables of how prices were computed: `parsim cost --explain`.
+
+
+def price_tables(rows: Sequence[Mapping[str, Any]]) -> list[ReportTable]:
+    """One table per row of `parsim cost`: the terms in the order in which they make the price, and where each is from.
+
+    Args: rows: with the key "terms", as `parsim.costs.estimate.Estimate.term_rows` gives them.
+    """
+    columns = columns_of("term", "operation", "value", "running total", "from", words=("term", "operation"), wraps="from")
+    tables = []
+    for row in rows:
+        shard = f" (1/{row['ways']} by {row['rule']})" if "ways" in row else ""
+        what = f"{row['component']} {row['phase']}{shard}" if "component" in row else str(row["operation"])
+        terms = tuple(
+            (
+                str(term["term"]),
+                str(term["operation"]),
+                format_seconds(term["value"]) if term["unit"] == "s" else f"{term['value']:.4g}",
+                format_seconds(term["running_total_s"]),
+                ": ".join(text for text in (str(term["origin"]), str(term["detail"])) if text),
+            )
+            for term in row["terms"]
+        )
+        tables.append(ReportTable(title=f"How {what} is priced", columns=columns, rows=terms))
+    return tables
+
+
+# DataFrames: units stand in the column names, and nothing is rounded.
+
+
+BREAKDOWN_COLUMNS = (
+    "rank",
+    "step_s",
+    "compute_s",
+    "load_s",
+    "host_s",
+    "exposed_communication_s",
+    "bubble_s",
+    "idle_s",
+    "communication_busy_s",
+)
+MEMORY_FRAME_COLUMNS = ("rank", "line", "size_bytes", "p05_bytes", "p95_bytes")
+TIMELINE_COLUMNS = (
+    "task",
+    "kind",
+    "rank",
+    "stream",
+    "component",
+    "stage",
+    "replica",
+    "microbatch",
+    "bucket",
+    "value",
+    "start_s",
+    "end_s",
+    "duration_s",
+)
+
+
+def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFrame:
+    """One row per plan, in the order given. Args: chosen: the number of the chosen one, or None."""
+    rows = [
+        {
+            "strategy": result.strategy,
+            "plan": result.plan.summary(),
+            "chosen": number == chosen,
+            "step_s": result.step_s.median,
+            "step_p05_s": result.step_s.p05,
+            "step_p95_s": result.step_s.p95,
+            "throughput_samples_per_s": result.throughput_samples_per_s.median,
+            "communication_fraction": result.communication_fraction,
+            "communication_busy_fraction": result.communication_busy_fraction,
+            "exposed_communication_s": result.exposed_communication_s,
+            "bubble_fraction": result.bubble_fraction,
+            "peak_memory_bytes": max(result.peak_memory_bytes),
+            "fits": result.fits,
+            "fit_probability": result.fit_probability,
+            "reason": result.reason,
+        }
+        for number, result in enumerate(results)
+    ]
+    return frame(rows, list(rows[0]))
+
+
+def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
+    """One row per rank, seconds by category."""
+    return frame([asdict(rank) | {"step_s": rank.step_s} for rank in breakdown], BREAKDOWN_COLUMNS)
+
+
+def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
+    """One row per rank and line, bytes."""
+    rows = []
+    for rank in memory:
+        spreads = {name: (low, high) for name, low, high in rank.spreads}
+        for line, size_bytes in rank.lines:
+            low, high = spreads.get(line, (size_bytes, size_bytes))
+            rows.append({"rank": rank.rank, "line": line, "size_bytes": size_bytes, "p05_bytes": low, "p95_bytes": high})
+    return frame(rows, MEMORY_FRAME_COLUMNS)
+
+
+def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
+    """One row per span in order of start, seconds."""
+    resources = [parse_resource(name) for name in timeline.resources]
+    rows: list[dict[str, Any]] = []
+    for number in timeline.start_s.argsort(kind="stable").tolist():
+        task = graph.tasks[int(timeline.task[number])]
+        resource = resources[int(timeline.resource[number])]
+        start_s, end_s = float(timeline.start_s[number]), float(timeline.end_s[number])
+        rows.append(
+            {
+                "task": task.index,
+                "kind": kind_of(task.work),
+                "rank": resource.rank,
+                "stream": resource.stream,
+                "component": task.origin.component,
+                "stage": task.origin.stage,
+                "replica": task.origin.replica,
+                "microbatch": task.origin.microbatch,
+                "bucket": task.origin.bucket,
+                "value": task.origin.value,
+                "start_s": start_s,
+                "end_s": end_s,
+                "duration_s": end_s - start_s,
+            }
+        )
+    return frame(rows, TIMELINE_COLUMNS).astype(dict.fromkeys(("stage", "replica", "microbatch", "bucket"), "Int64"))
+
+
+def frame(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    """A DataFrame with these columns in this order, also without rows."""
+    import pandas as pd
+
+    return pd.DataFrame(list(rows), columns=list(columns))
+
+
+def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Coverage of 90% intervals") -> list[ReportTable]:
+    """All records, those of each model and of each run; no table without records.
+
+    Every interval is corrected by records of other runs and other models. The interval as predicted stands beside it.
+    """
+    if not records:
+        return []
+    judged = judged_split(records)
+    groups = {"all": coverage_of(judged)}
+    groups |= {f"model {name}": each for name, each in coverage_by(judged, lambda record: record.model).items()}
+    groups |= {f"run {name}": each for name, each in coverage_by(judged, lambda record: record.run).items()}
+    rows = tuple(
+        (
+            name,
+            str(coverage.tested),
+            str(coverage.covered),
+            format_percent(coverage.fraction),
+            f"{format_percent(coverage.low)} to {format_percent(coverage.high)}",
+            format_percent(coverage.mean_width),
+            format_percent(coverage.uncorrected_fraction),
+            format_percent(coverage.uncorrected_mean_width),
+        )
+        for name, coverage in groups.items()
+    )
+    names = ("validations of", "tested", "inside", "coverage", "95% interval", "mean width", "as predicted", "its mean width")
+    notes = (
+        "each interval is corrected by records of other runs and other models; as predicted: before any correction",
+        "width: p95 - p05 over the median; 95% interval: Clopper-Pearson; "
+        f"corrected: {groups['all'].corrected} of {len(judged)}",
+        f"for new predictions: {correction(records).describe()}",
+    )
+    columns = columns_of(*names, wraps="validations of")
+    return [ReportTable(title=title, columns=columns, rows=rows, emphasised=(0,), notes=notes)]

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar, cast
+from operator import add
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from parsim.costs.draws import rank_noise
+from parsim.costs.estimate import rank_noise
 from parsim.engines.noise import FEWEST_DRAWS
-from parsim.model.component import Component, Value
-from parsim.model.shard.narrow import ways_of
+from parsim.model.component import Component, Value, ways_of
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh
@@ -42,9 +42,7 @@ from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
 # One microbatch through a whole model on one stage, conversions included: what all cuts into stages have in common.
 #
 # A component takes what it adds to the end of the forward, and of the backward: its own computation, and what it waits for of
-# the conversions before it. A stage that begins with a later component takes the sum of its own components, less at most the
-# dearest conversion of a value that crosses its cut. (By induction: every component of the stage ends at most so much later
-# in the whole model, counted from the end of what comes before the stage.)
+# the conversions before it.
 #
 # Leaves out: components placed on single ranks, and backwards in halves, whose conversions count nothing.
 
@@ -53,35 +51,12 @@ Waits = list[list[tuple[int, int]]]
 """By component what it waits for: the number of another component, and that of the conversion in between."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainSeconds:
-    """Seconds of one microbatch on one stage.
+class ChainSeconds(NamedTuple):
+    """Seconds of one microbatch on one stage: its forward, its backward, and the computation of the longest component."""
 
-    Attributes:
-        forward_s, backward_s: float64 [n], what every component adds. computing_s, longest_s: computation alone, of all
-            components and of the longest one.
-        crossing_s: float64 [n], by first component of a later stage, what a cut there may save.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    computing_s: float
+    forward_s: float
+    backward_s: float
     longest_s: float
-    crossing_s: Floats
-
-    @property
-    def seconds(self) -> Floats:
-        """Forward and backward, by component."""
-        return self.forward_s + self.backward_s
-
-    def least_s(self, stages: int) -> float:
-        """What so many stages take together at least, whatever the cut.
-
-        Args:
-            stages: at least 1.
-        """
-        saved = np.sort(self.crossing_s)[len(self.crossing_s) - (stages - 1) :].sum() if stages > 1 else 0.0
-        return float(self.seconds.sum() - saved)
 
 
 @dataclass(frozen=True)
@@ -191,41 +166,21 @@ def _chain_seconds(
         remote = any(hop.operation not in LOCAL_HOPS for hop in conversion(source, target, mesh.tp))
         bases = _unlike_bases(problem, mesh) if remote else ()
         moving.append(min((_hops_s(problem, mesh, samples, base, value, source, target) for base in bases), default=0.0))
-    n = len(chain.kind_of)
-    order = range(n)
-    forward_s = _added(order, [forward[kind] for kind in chain.kind_of], chain.ahead, moving)
-    backward_s = _added(order[::-1], [backward[kind] for kind in chain.kind_of], chain.back, moving)
-    crossing = _crossing(chain.ahead, moving, n) + _crossing(chain.back, moving, n)
-    both_s = [one + two for one, two in zip(forward, backward, strict=True)]
-    computing_s = sum(both_s[kind] for kind in chain.kind_of)
-    return ChainSeconds(forward_s, backward_s, computing_s, max(both_s, default=0.0), crossing)
+    order = range(len(chain.kind_of))
+    forward_s = _end_s(order, [forward[kind] for kind in chain.kind_of], chain.ahead, moving)
+    backward_s = _end_s(order[::-1], [backward[kind] for kind in chain.kind_of], chain.back, moving)
+    return ChainSeconds(forward_s, backward_s, max(map(add, forward, backward), default=0.0))
 
 
-def _added(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s: Sequence[float]) -> Floats:
-    """What every component adds to the end, in the order in which they run."""
-    clock, ends, added = 0.0, [0.0] * len(own_s), np.zeros(len(own_s))
+def _end_s(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s: Sequence[float]) -> float:
+    """When the last component ends, in the order in which they run."""
+    clock, ends = 0.0, [0.0] * len(own_s)
     for number in order:
-        begun = clock
         for other, way in waits[number]:
             clock = max(clock, ends[other] + moving_s[way])
         clock += own_s[number]
-        ends[number], added[number] = clock, clock - begun
-    return added
-
-
-def _crossing(waits: Waits, moving_s: Sequence[float], n: int) -> Floats:
-    """By cut before a component, the dearest conversion between both sides of it."""
-    dearest = np.zeros(n)
-    pairs = np.array([(number, other, way) for number, some in enumerate(waits) for other, way in some], dtype=np.int64)
-    if not len(pairs):
-        return dearest
-    first, last = pairs[:, :2].min(axis=1) + 1, pairs[:, :2].max(axis=1) + 1
-    seconds = np.array(moving_s)[pairs[:, 2]]
-    alone = last - first == 1  # between neighbours
-    np.maximum.at(dearest, first[alone], seconds[alone])
-    for begin, end, moving in zip(first[~alone], last[~alone], seconds[~alone], strict=True):
-        dearest[begin:end] = np.maximum(dearest[begin:end], moving)
-    return dearest
+        ends[number] = clock
+    return clock
 
 
 def _hops_s(

@@ -13,9 +13,8 @@ from fnmatch import fnmatchcase
 
 from parsim.errors import ConfigError, ModelError, near_matches
 from parsim.model.catalogue.frameworks import Framework
-from parsim.model.component import Component
+from parsim.model.component import Component, check_ways
 from parsim.model.model import Model
-from parsim.model.shard.narrow import check_ways
 from parsim.plans.layouts import BATCH, KINDS, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import (

@@ -82,8 +82,8 @@ def estimated_s(
         return np.array(figures, dtype=np.float64)[:, None, None]
 
     count, chunks = by_count(counts), np.array([each for _, each in orders], dtype=np.float64)[:, None]
-    forward_s = by_count([float(chain.forward_s.sum()) for chain in chains])
-    backward_s = by_count([float(chain.backward_s.sum()) for chain in chains])
+    forward_s = by_count([chain.forward_s for chain in chains])
+    backward_s = by_count([chain.backward_s for chain in chains])
     passing_s = 2 * (mesh.pp * chunks - 1) * by_count([transfer_s(problem, mesh, each) for each in samples])
     longest_s = by_count([chain.longest_s for chain in chains])
     # beside a component that is longer than a stage, its place has the other stages of a place too

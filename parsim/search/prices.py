@@ -16,10 +16,9 @@ from functools import cached_property
 from typing import cast
 
 from parsim.costs.costs import Costs
-from parsim.model.component import Component, InnerExchange, Value
+from parsim.model.component import Component, InnerExchange, Value, narrow
 from parsim.model.formats import component_in
 from parsim.model.optimizers import update_steps
-from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import (
     BATCH,
     LOCAL_HOPS,

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
-from parsim.costs.draws import medians_s
+from parsim.costs.estimate import medians_s
 from parsim.errors import CostError, PlanError, ScheduleError, near_matches
 from parsim.numeric import rare_collections
 from parsim.plans.constraints import PlanConstraints

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice, pairwise
@@ -434,38 +433,6 @@ def partition(
     return tuple(reversed(bounds))
 
 
-def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: float = 0.0) -> float:
-    """A lower bound of the step of a pipeline, whatever the cut into stages: one stage per rank.
-
-    With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s. Stage s can begin
-    only when a microbatch has come to it, and its last gradient still goes back to the first stage. The bound is the least x
-    for which some cut keeps all of these at or below x. For a given x a stage that takes as much as it may leaves later stages
-    no less room in the end, so the longest runs decide.
-
-    Args:
-        seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n.
-        saved_s: what a cut may save at most, of both its sides together.
-    """
-    up_to: list[float] = [0.0, *np.cumsum(seconds).tolist()]
-    whole = up_to[-1]
-
-    def reaches(bound_s: float) -> bool:
-        taken = 0
-        for stage in range(stages):
-            before = max(0.0, up_to[taken] - stage * saved_s)
-            room = up_to[taken] + 2 * saved_s + (bound_s - before) / microbatches
-            taken = bisect_right(up_to, room) - 1
-        return taken >= len(seconds)
-
-    low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches
-    if reaches(low):
-        return low
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    return low
-
-
 def sums_between(up_to: Floats) -> Floats:
     """float64 [n + 1, n + 1]: at [last, first] the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
     sums: Floats = up_to[:, None] - up_to[None, :]
@@ -537,9 +504,9 @@ def cuts_by_bound(
 # A part of a family of plans, with a lower bound of the steps of its plans.
 
 
-LOOKED_AT, CUT, BOUNDED, REMEMBERED = 1, 2, 3, 2
-"""In visits of all components, what parts cost to open: a root; the bound of a cut; those of its ZeRO stages. And the memory of
-each plan that is worked out meanwhile."""
+CUT, BOUNDED, REMEMBERED = 2, 3, 2
+"""In visits of all components, what parts cost to open: the bound of a cut; those of its ZeRO stages. And the memory of each
+plan that is worked out meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import numpy as np
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
-from parsim.model.layers import all_layers_of, layers_of
-from parsim.model.model import Model
+from parsim.model.model import Model, all_layers_of, layers_of
 from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh

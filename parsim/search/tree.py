@@ -35,12 +35,9 @@ from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, ZERO_STAGES, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.search.bound import (
-    ROUNDING,
-    ChainSeconds,
     chain_seconds,
     computation_bound_s,
     device_bound_s,
-    least_noise,
     lowered_s,
     order_bound_s,
     prices_are_alike,
@@ -53,7 +50,6 @@ from parsim.search.refine import every_choice, instead_of, may_fit, missing_of_c
 from parsim.search.space import (
     BOUNDED,
     CUT,
-    LOOKED_AT,
     Allowance,
     Bounds,
     Node,
@@ -62,7 +58,6 @@ from parsim.search.space import (
     is_large,
     is_small,
     is_usual,
-    least_round_s,
     microbatch_counts,
     orders,
     other_bucket_sizes,
@@ -457,15 +452,18 @@ def _first_plan(node: Node) -> Plan | None:
 OrderAndChunks = tuple[str, int]
 
 
-def outline_bound_s(problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, chain: ChainSeconds) -> float:
-    """Seconds that no step goes below, whatever the cut, the ZeRO stage, the buckets and what is recomputed."""
-    halves = PIPELINE_ORDERS[order[0]].halves
-    whole_s = chain.computing_s if halves else chain.least_s(mesh.pp * order[1])
-    bound_s = max(count * whole_s / mesh.pp, count * chain.longest_s)
-    if is_chain(problem) and not halves:
-        bound_s = max(bound_s, whole_s)  # one microbatch alone
-        if order[1] == 1 and mesh.pp > 1:
-            bound_s = max(bound_s, least_round_s(chain.seconds, mesh.pp, count, saved_s=float(chain.crossing_s.max())))
+def outline_bound_s(problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, *, mixed: bool) -> float:
+    """Seconds that no step goes below, whatever the cut, the ZeRO stage, the buckets and what is recomputed: computation alone.
+
+    With t_s the time of one microbatch on stage s of a chain, no step x is below sum_{j < s} t_j + M t_s. So a stage leaves at
+    least (1 - 1/M) of what the stages before it have left of x, and p stages hold at most x (1 - (1 - 1/M)^p).
+    """
+    least = least_seconds(problem, mesh, count, mixed=mixed)
+    bound_s = max(count * least.sum_s / mesh.pp, count * least.longest_s)
+    if is_chain(problem) and not PIPELINE_ORDERS[order[0]].halves:
+        bound_s = max(bound_s, least.sum_s)
+        if order[1] == 1:
+            bound_s = max(bound_s, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp))
     return lowered_s(problem, mesh, bound_s)
 
 
@@ -519,18 +517,8 @@ class Members:
             for count in counts:
                 # of what is impossible or has no price neither is known: it says so when it is opened
                 bound_s, promise_s = figures.get((count, order), (0.0, float("inf")))
-                bound_s = max(least_s, bound_s)
-                node = Node(
-                    bound_s,
-                    self._ways(mesh),
-                    self._opening(mesh, count, [order], bound_s),
-                    missing_bytes=partial(least_missing_bytes, problem, mesh, count, (order,), mixed=False),
-                    mesh=mesh,
-                    visits=LOOKED_AT,
-                    promise_s=promise_s,
-                    usual=usual,
-                )
-                nodes.append(node)
+                node = self._outline(mesh, count, [order], max(least_s, bound_s))
+                nodes.append(replace(node, promise_s=promise_s, usual=usual))
         return nodes
 
     def _figures(
@@ -549,9 +537,9 @@ class Members:
         with contextlib.suppress(PlanError, ScheduleError, CostError):
             promised = estimated_s(self.problem, mesh, priced, some, placements_of, chains)
         figures = {}
-        for row, (count, chain) in enumerate(zip(priced, chains, strict=True)):
+        for row, count in enumerate(priced):
             for column, order in enumerate(some):
-                bound_s = outline_bound_s(self.problem, mesh, count, order, chain)
+                bound_s = outline_bound_s(self.problem, mesh, count, order, mixed=False)
                 figures[count, order] = bound_s, max(bound_s, float(promised[row, column]))
         return figures
 
@@ -560,23 +548,23 @@ class Members:
         nodes = []
         counts = microbatch_counts(self.problem, mesh)
         for count in reversed(counts) if self.mixed else counts:  # placements of small microbatches fit first
-            least = least_seconds(self.problem, mesh, count, mixed=self.mixed)
             if self.mixed:
+                least = least_seconds(self.problem, mesh, count, mixed=True)
                 nodes += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
                 if mesh.dp != (self.problem.constraints.dp or 1):
                     continue  # the tp axis makes replicas too
-            by_chunks: dict[bool, list[OrderAndChunks]] = {}
+            by_bound: dict[float, list[OrderAndChunks]] = {}
             for order in every:
-                by_chunks.setdefault(self._outruns(order), []).append(order)
-            noise = least_noise(self.problem, mesh.size)
-            for several, some in by_chunks.items():
-                bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
-                if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
-                    bound = max(bound, least.sum_s * noise)  # one microbatch alone
-                if not several:
-                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
-                nodes.append(self._root(mesh, count, some, bound))
+                bound_s = outline_bound_s(self.problem, mesh, count, order, mixed=self.mixed)
+                by_bound.setdefault(bound_s, []).append(order)
+            nodes += [self._outline(mesh, count, some, bound_s) for bound_s, some in by_bound.items()]
         return nodes
+
+    def _outline(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Node:
+        """One number of microbatches and some pipeline orders of one bound."""
+        missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
+        size = self._ways(mesh) * len(some)
+        return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing, mesh=mesh)
 
     def of_fewer_devices(
         self, by_size: Sequence[Sequence[Mesh]], opened: Callable[[Members, Sequence[Mesh], dict[str, None]], list[Node]]
@@ -621,25 +609,6 @@ class Members:
             counts = len(microbatch_counts(self.problem, mesh))
             return counts * self._ways(mesh) * len(orders(self.problem, mesh))
         return 0
-
-    def _root(self, mesh: Mesh, count: int, some: Sequence[OrderAndChunks], bound_s: float) -> Node:
-        """With a bound that is made sharper when it is opened first."""
-        size = self._ways(mesh) * len(some)
-        missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
-        if mesh.pp == 1 or self._outruns(some[0]):
-            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing, mesh=mesh)
-
-        def opened() -> list[Node]:
-            least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
-            sharper = max(bound_s, lowered_s(self.problem, mesh, least_s))
-            return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
-
-        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing, mesh=mesh)
-
-    def _outruns(self, order: tuple[str, int]) -> bool:
-        """Whether the bound of a round does not hold. It does not with several stages per rank, where gradients do not wait for
-        all of a backward, or where stages do not wait for one another."""
-        return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
 
     @property
     def _solved(self) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from parsim.model import record, trace
+from parsim.model import record
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.runnable import Runnable
+from tests.traced import trace
 
 
 def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:

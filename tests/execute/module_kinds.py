@@ -1,4 +1,4 @@
-"""The kinds of modules that people train, one small example each, for test_module_kinds.py and ModelSpecs."""
+"""Kinds of modules beside those of tests/matrix, whose check "bitwise" is the same; for test_module_kinds.py and ModelSpecs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.matrix.sequence_modules import Cells
-from tests.matrix.vision_modules import Denoiser, UNet
-
 WIDTH, LENGTH, CLASSES = 8, 5, 3
 Inputs = Callable[[int], tuple[Tensor, ...]]
 
@@ -18,15 +15,14 @@ Inputs = Callable[[int], tuple[Tensor, ...]]
 class Encoder(nn.Module):
     """nn.TransformerEncoder copies its layer; a float mask is compared with the causal one."""
 
-    def __init__(self, *, norm_first: bool = False, masked: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, norm_first=norm_first, batch_first=True)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.masked = masked
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.masked else None
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         return self.head(self.encoder(x, mask=mask))
 
 
@@ -247,18 +243,6 @@ class Adversaries(nn.Module):
         return judged + F.softplus(-torch.func.functional_call(self.discriminator, fixed, (made,)))
 
 
-class Tied(nn.Module):
-    """The output projection is the transposed table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, WIDTH, padding_idx=0)
-        self.middle = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.middle(self.table(x)) @ self.table.weight.t()
-
-
 class Gates(nn.Module):
     """A residual block whose norm is several operators."""
 
@@ -288,18 +272,6 @@ class Normed(nn.Module):
         return self.head(x.mean(1))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -313,17 +285,6 @@ class Complex(nn.Module):
 
 def compiled() -> nn.Module:
     return nn.Sequential(torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())), nn.Linear(WIDTH, CLASSES))
-
-
-def normalised() -> nn.Module:
-    """Weights under parametrizations."""
-    norms = nn.utils.parametrizations
-    return nn.Sequential(norms.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.ReLU(), norms.spectral_norm(nn.Linear(WIDTH, CLASSES)))
-
-
-def convolutional() -> nn.Module:
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, CLASSES)
-    return nn.Sequential(*layers)
 
 
 def floats(*shapes: tuple[int, ...]) -> Inputs:
@@ -341,14 +302,9 @@ def translated(batch: int) -> tuple[Tensor, ...]:
 
 SEQUENCE, VECTOR, IMAGE = floats((LENGTH, WIDTH)), floats((WIDTH,)), floats((3, 8, 8))
 KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "encoder": (Encoder, SEQUENCE),
-    "encoder_norm_first": (lambda: Encoder(norm_first=True), SEQUENCE),
-    "encoder_causal": (lambda: Encoder(masked=True), SEQUENCE),
+    "encoder_causal": (Encoder, SEQUENCE),
     "transformer": (Translator, translated),
-    "lstm": (lambda: Recurrent(nn.LSTM, layers=2, bidirectional=True), SEQUENCE),
     "gru_state": (lambda: Recurrent(nn.GRU, state=True), SEQUENCE),
-    "rnn": (lambda: Recurrent(nn.RNN), SEQUENCE),
-    "lstm_cells": (Cells, floats((LENGTH, 6))),
     "experts_where": (lambda: Mixture(WhereExperts), SEQUENCE),
     "experts_hit": (lambda: Mixture(HitExperts), SEQUENCE),
     "experts_mask": (lambda: Mixture(MaskExperts), SEQUENCE),
@@ -357,14 +313,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "experts_capacity": (lambda: Mixture(CapacityExperts), SEQUENCE),
     "experts_leaking": (lambda: Mixture(LeakingExperts), SEQUENCE),
     "gan": (Adversaries, floats((WIDTH,), (4,))),
-    "tied": (Tied, tokens(11, LENGTH)),
-    "unet": (UNet, IMAGE),
-    "denoiser": (Denoiser, lambda batch: (torch.randn(batch, 3, 8, 8), torch.randint(50, (batch,)))),
-    "checkpointed": (Checkpointed, VECTOR),
     "complex": (Complex, VECTOR),
     "compiled": (compiled, VECTOR),
-    "normalised": (normalised, VECTOR),
-    "convolutional": (convolutional, IMAGE),
     "bag": (lambda: nn.Sequential(nn.EmbeddingBag(11, WIDTH), nn.Linear(WIDTH, CLASSES)), tokens(11, LENGTH)),
 }
 """Name -> module and inputs of a batch."""

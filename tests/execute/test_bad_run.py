@@ -33,7 +33,7 @@ devices = 2
 global_batch = 8
 steps = 4
 [plan]
-strategy = "{strategy}"
+strategy = "dp"
 """
 
 MORTAL = '''
@@ -112,9 +112,8 @@ def processes_that_name(text: str) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
-@pytest.mark.parametrize("strategy", ["dp", pytest.param("mp", marks=pytest.mark.slow)])
-def test_a_rank_that_dies(tmp_path: Path, strategy: str) -> None:
-    (tmp_path / "RUN.toml").write_text(RUN_TOML.format(strategy=strategy))
+def test_a_rank_that_dies(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text(RUN_TOML)
     (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
     (tmp_path / "mortal.py").write_text(MORTAL)
     run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "kept")

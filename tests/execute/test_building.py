@@ -19,11 +19,9 @@ from experiments.common.forked import run_ranks
 from parsim.execute import rank_run as build_turns
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.rank_run import built_at_once, in_turns
-from parsim.model.build import build_module, move_hollow
-from parsim.model.interface import example_batch, interface_of, loss_of
+from parsim.model.build import build_module, example_batch, interface_of, loss_of, move_hollow, record
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.count import calls_key
-from parsim.model.trace.trace import record
 from parsim.plans.mesh import Mesh
 from tests.execute.module_kinds import LENGTH, WIDTH, Encoder, Recurrent
 from tests.execute.rank_states import CPU, GPT, MLP, RESNET, TABLE, VIT, even_plan, rank_of

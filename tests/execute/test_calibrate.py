@@ -7,6 +7,7 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
+
+import torch
 
 from calibration.fit.build_profile import build_profile, device_entries, optimizer_points, shard_points
 from calibration.fit.drift import estimate_drift, other_share
@@ -27,10 +30,12 @@ from calibration.measure.collectives import (
     chain_of,
     collective_groups,
     items_of_round,
+    make_bench,
     scratch_bytes,
     transfer_pairs,
 )
 from calibration.measure.components import DTYPES, make_case, optimizer_cases, sweep_record
+from calibration.measure.overlap import beside_steps, measure_overlap
 from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path
 from calibration.rounds.environment import core_count
@@ -45,11 +50,12 @@ from parsim.hardware.profile import save_profile
 from parsim.hardware.records import ComponentPoint
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.build import build_module
+from parsim.model.component import narrow
 from parsim.model.load import load_model
-from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
 from parsim.program.taskgraph import work_text
 from parsim.units import GIB
+from parsim.work import COLLECTIVES as OPERATIONS
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 GPT = ModelSpec(name="gpt_small", args=(("layers", 2),))
@@ -229,7 +235,7 @@ def test_optimizer_cases_tell_a_step_from_its_arrays_and_elements() -> None:
     what the model's own arrays took. Without the flat array nothing tells the step from the arrays."""
     import torch
 
-    from parsim.costs.compute.measured import measured_optimizer
+    from parsim.costs.compute.compute import measured_optimizer
     from parsim.hardware.records import OptimizerPoint
     from parsim.work import OptimizerStep
 
@@ -643,3 +649,35 @@ def test_what_cannot_be_refreshed_is_said(tmp_path: Path) -> None:
     save_profile(load_profile("dgx1-v100-32gb"), published)
     with pytest.raises(ConfigError, match="does not say how fast the cores were"):
         refresh(published)
+
+
+# What a calibration runs beside training steps.
+
+SMALL_MLP = ModelSpec(name="mlp", args=(("width", 24),))
+SIZE_BYTES = 2**16
+
+
+def test_only_collectives_that_can_be_called_run_beside_steps() -> None:
+    """Plans of context parallelism send ring shifts, which no calibration calls; a thorough one looked for their call."""
+    bench: Any = SimpleNamespace(scratch=torch.empty(2**28, device="meta"), dtype=torch.float32)
+    beside = {operation for operation, _ in beside_steps(bench, quick=False)}
+    assert beside == set(COLLECTIVES) & set(OPERATIONS)
+    assert {"all_reduce", "all_gather", "reduce_scatter"} < beside
+    assert {operation for operation, _ in beside_steps(bench, quick=True)} == {"all_reduce"}
+
+
+def beside_all_reduces(rank: int) -> list[dict[str, Any]]:
+    cpu = torch.device("cpu")
+    case = make_case(0, SMALL_MLP, load_model(SMALL_MLP), 4, CalibrationRequest(models=((SMALL_MLP, (4,)),)), cpu)
+    return measure_overlap(case, make_bench(cpu, torch.float32, 2, SIZE_BYTES), "all_reduce", SIZE_BYTES)
+
+
+@pytest.mark.xdist_group("launch")
+def test_two_ranks_measure_steps_beside_calls(tmp_path: Path) -> None:
+    """Rank 0 gathers what both did, as plain values; nothing of a step but its tasks is needed there."""
+    (entry,), others = run_ranks(beside_all_reduces, 2, tmp_path)
+    assert others == []
+    assert (entry["operation"], entry["group_size"], entry["size_bytes"]) == ("all_reduce", 2, SIZE_BYTES)
+    assert len(entry["computation"]) == 2
+    assert all(factor is None or factor > 0 for factor in entry["computation"])
+    assert all(seconds > 0 for seconds in entry["communication_s"])

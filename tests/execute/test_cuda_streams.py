@@ -17,8 +17,7 @@ from parsim.engines.static import compile_graph
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.streams import TaskTime
 from parsim.program.columns import columns_of
-from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, HOST, Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, Phase
 from tests.strategies import graph_of, random_durations_s
 from tests.virtual_cuda import VirtualDriver

@@ -17,14 +17,13 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from parsim.app import elastic
+from parsim.app import train
 from parsim.app.ask import ask, with_every_rank
 from parsim.app.config import load_config
-from parsim.app.elastic import Survivors, on_devices, restarting
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder
-from parsim.app.train import check_options
+from parsim.app.train import Survivors, check_options, on_devices, restarting
 from parsim.errors import ConfigError, PlanError, RankLostError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 from parsim.execute.cuda.faults import visible_devices
@@ -144,7 +143,7 @@ class Attempts:
 def test_attempts_are_bounded_and_what_repeats_itself_is_not_tried_again(
     asked: Prediction, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elastic, "resumption", lambda *_: type("Begun", (), {"step": 4, "warnings": ()}))
+    monkeypatch.setattr(train, "resumption", lambda *_: type("Begun", (), {"step": 4, "warnings": ()}))
     folder = RunFolder(tmp_path / "kept")
     killed = RankLostError("rank 1 of 2 was killed. The checkpoint of step 4 of 24 is in x", [1])
     always = Attempts(*[killed] * 9)
@@ -210,7 +209,7 @@ def reference(asked: Prediction, data: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.xdist_group("launch")
 def test_under_the_same_plan_not_a_bit_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One death, against a training that nothing disturbs: weights and the optimizer's state."""
-    from parsim.app.functions import run
+    from parsim.app.train import run
     from parsim.execute.checkpoint.checkpoint import load_state
 
     question(tmp_path, monkeypatch, ranks=2, plan=DP, batch=9)
@@ -238,8 +237,8 @@ def test_ranks_that_die_at_a_random_step_cost_no_digit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, plan: str, deaths: int
 ) -> None:
     """The first death restarts the same plan, the second leaves a device out and trains under another one."""
-    from parsim.app.functions import run
-    from parsim.data.datasets import dataset_for
+    from parsim.app.train import run
+    from parsim.data import dataset_for
     from parsim.execute.checkpoint.checkpoint import load_state
 
     rng = np.random.default_rng(ranks)

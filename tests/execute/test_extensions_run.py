@@ -21,7 +21,7 @@ from parsim.app.ask import ask
 from parsim.app.config import load_config
 from parsim.app.launch import run_spec
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.errors import ConfigError
 from parsim.execute.optimizer import check_states, make_optimizer
 from parsim.hardware.cluster import cluster_from_profile

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model.trace import fakes as fake_tensors  # noqa: E402
-from parsim.model.trace import record as recording  # noqa: E402
-from parsim.model.trace.fakes import QuickFakeMode  # noqa: E402
-from parsim.model.trace.trace import trace  # noqa: E402
+from parsim.errors import TraceError
+from parsim.model.trace import fakes as fake_tensors
+from parsim.model.trace import record as recording
+from parsim.model.trace.fakes import QuickFakeMode
+from tests.traced import trace
 
 F = nn.functional
 

@@ -44,8 +44,7 @@ from parsim.hardware.profile import save_profile
 from parsim.model.formats import Numerics, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.program.task import COMPUTE
-from parsim.program.taskgraph import work_text
+from parsim.program.taskgraph import COMPUTE, work_text
 from parsim.work import Compute, OptimizerStep, Phase
 from tests.virtual_cuda import VirtualDriver
 from tools.gpu.device import WallClock

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
-transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("transformers", reason="needs the hf extra")
 
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-import parsim as ps  # noqa: E402
-from parsim.app.launch import check_loss  # noqa: E402
-from parsim.app.question import loss_note  # noqa: E402
-from parsim.errors import ModelError, PlanError  # noqa: E402
-from parsim.model.build import build_fake, build_module  # noqa: E402
-from parsim.model.interface import example_batch, interface_of  # noqa: E402
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.model import COUPLED, Model  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.total_loss import total_loss  # noqa: E402
-from parsim.private import FakeTensor  # noqa: E402
-from tests.execute.bitwise import bytes_kept  # noqa: E402
-from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
+import parsim as ps
+from experiments.common.shards import values_of
+from parsim.app.launch import check_loss
+from parsim.app.question import loss_note
+from parsim.errors import ModelError, PlanError
+from parsim.model import record
+from parsim.model.build import build_fake, build_module, example_batch, interface_of
+from parsim.model.component import PARTIAL, Component, Parameter, Sharding
+from parsim.model.load import load_model
+from parsim.model.model import COUPLED, Model
+from parsim.model.runnable import CallProgram, Runnable
+from parsim.model.shard.propagate import variants
+from parsim.model.spec import ModelSpec
+from parsim.model.total_loss import total_loss
+from parsim.private import FakeTensor
+from tests.architectures import ARCHITECTURES, batch_of, small_module
+from tests.execute.bitwise import bytes_kept
+from tests.hugging_face_configs import FULL, SMALL
+from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
-SOME = ("gpt2", "mixtral", "gemma3", "t5")
-"""Fast ones that have all that differs: learned positions and dropout, experts, two kinds of layers, two stacks."""
+SOME = ("gpt2", "mixtral")
+"""Fast ones: learned positions and dropout, experts."""
 
 
 def written(folder: Path, config: dict[str, Any], **args: Any) -> ModelSpec:
@@ -250,3 +259,93 @@ def test_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/b/config.json" in again.source
     with pytest.raises(pytest.fail.Exception):
         load_model(written(_folder(tmp_path, "c"), {**SMALL["gpt2"], "n_inner": 72}))
+
+
+# What of the architectures that people train can be tensor-sharded: attention and MLP of every layer, and exactly.
+
+SAMPLES = 2
+"""Norms and rotations of most are computed in float32, whatever the weights are."""
+TORN = ("mamba",)
+"""Their mixers are no attention and no MLP; state matrices and filters stay whole in every shard (`test_shard_rules`)."""
+UNTRACED = ("mixtral",)
+"""grouped_mm cannot be recorded in float64; with parsim's products for experts, `test_shard_rules` has it."""
+"""The others run with the slow tests."""
+
+
+@lru_cache(maxsize=1)
+def recorded(name: str) -> tuple[list[tuple[Runnable, Component]], dict[str, Tensor]]:
+    """By sublayer in float64 with weights that are all in use: components with shardings, not measured, and every value."""
+    torch.manual_seed(0)
+    module = small_module(name).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in batch_of(name, SAMPLES).items()}
+    runnables = record(module, inputs, granularity="sublayer")
+    given = dict(zip([f"input:{number}" for number in range(len(inputs))], inputs.values(), strict=True))
+    return [(runnable, component(runnable.program)) for runnable in runnables], values_of(runnables, given)
+
+
+def component(program: CallProgram) -> Component:
+    """With its shardings, as tracing has them, but nothing measured."""
+
+    def is_batch(slot: int) -> bool:
+        return program.tensors[slot].shape[:1] == (SAMPLES,)
+
+    found = []
+    for variant in variants(program, [is_batch(slot) for _, slot, _ in program.inputs]):
+        if all(
+            is_batch(slot) or made != PARTIAL
+            for (_, slot, _), made in zip(program.outputs, variant.result.outputs, strict=True)
+        ):
+            texts = tuple(f"shard:{content.dim}" if content.form == "shard" else content.form for content in variant.inputs)
+            parts = variant.result.parts
+            kinds = {key.name: key.kind for key, _ in program.state}
+            found.append(
+                Sharding(
+                    rule=variant.result.rule,
+                    limit=variant.result.limit,
+                    inputs=texts,
+                    outputs=variant.result.outputs,
+                    parameters=tuple(part for part in parts.values() if kinds[part.name] == "parameter"),
+                    buffers=tuple(part for part in parts.values() if kinds[part.name] == "buffer"),
+                )
+            )
+    return Component(
+        name=program.name,
+        inputs=tuple(name for name, _, _ in program.inputs),
+        outputs=tuple(name for name, _, _ in program.outputs),
+        parameters=tuple(
+            Parameter(name=key.name, elements=torch.Size(program.tensors[slot].shape).numel())
+            for key, slot in program.state
+            if key.kind == "parameter"
+        ),
+        shardings=tuple(found),
+    )
+
+
+def best_cut(component: Component, ways: int) -> Sharding | None:
+    """The rule that divides the most parameters."""
+    sizes = {parameter.name: parameter.elements for parameter in component.parameters}
+    possible = [sharding for sharding in component.shardings if sharding.limit % ways == 0]
+    return max(possible, key=lambda sharding: sum(sizes[part.name] for part in sharding.parameters), default=None)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in (*TORN, *UNTRACED)])
+def test_attention_and_mlp_are_sharded(name: str) -> None:
+    """Every matrix of a layer, over two ranks, and with embeddings and head about half of all parameters."""
+    kept: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    partial = 0
+    for _, component in recorded(name)[0]:
+        sharding = best_cut(component, 2)
+        divided = set() if sharding is None else {part.name for part in sharding.parameters}
+        whole = [p.name for p in component.parameters if p.elements > 64 and p.name not in divided and "norm" not in p.name]
+        assert not [entry for entry in whole if any(part.isdigit() for part in entry.split("."))], component.name
+        for parameter in component.parameters:
+            sizes[parameter.name] = parameter.elements
+            kept.setdefault(parameter.name, parameter.elements / (2 if parameter.name in divided else 1))
+        layered = any(part.isdigit() for part in component.name.split("."))
+        partial += layered and sharding is not None and PARTIAL in sharding.outputs
+    assert sum(kept.values()) < 0.56 * sum(sizes.values())
+    assert partial == ARCHITECTURES[name].sums

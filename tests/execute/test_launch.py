@@ -19,9 +19,8 @@ import pytest
 
 from parsim.errors import ExecutionError, RankLostError
 from parsim.execute.processes import launch as launching
-from parsim.execute.processes.failure import Ended, failure_of
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error, read_place
-from parsim.execute.processes.launch import launch
+from parsim.execute.processes.launch import Ended, failure_of, launch
 from parsim.execute.processes.output import MARK_VARIABLE, RankOutput, descendants, kill_launch, marked, read_progress_line
 
 # What a rank does stands in its JOB.json: {"0": [...], "1": [...]}, one list of actions per rank.

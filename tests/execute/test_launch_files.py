@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("torch")
 
 from experiments.this_machine.namespaces import ADDRESSES, INTERFACE, NAMES, possible, shaped_pair
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder
 from parsim.app.functions import plan
 from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError

@@ -135,7 +135,7 @@ def test_consensus_of_groups_is_gossip_block_by_block(n: int, seed: int, name: s
 
 
 @few
-@given(st.integers(2, 6), seeds, st.sampled_from(["ddg", "fdg"]), st.sampled_from(["stash", "replay"]))
+@given(st.integers(2, 6), seeds, st.sampled_from(["ddg", "fdg"]), st.sampled_from(["stash", "fresh", "replay"]))
 def test_complete_consensus_of_stale_groups_is_gradient_averaging(n: int, seed: int, schedule: str, mode: str) -> None:
     part = partition(n, seed)
     rule = TickRule(schedule=schedule, mode=mode, learning_rate=0.1, momentum=0.9)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ExecutionError
 from parsim.execute.loading import GatherThread, Loader, WorkerBatches
@@ -27,7 +27,7 @@ from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
 from tests.execute.small_plans import case
-from tests.execute.test_reading_ahead import SPEC
+from tests.execute.test_loading import SPEC
 from tests.quick import some_quick
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

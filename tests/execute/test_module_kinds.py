@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
-from parsim.model.model import Model  # noqa: E402
-from parsim.model.trace.checks import eager  # noqa: E402
-from parsim.model.trace.recorder import Routing, balanced_choice  # noqa: E402
-from tests.execute.bitwise import (  # noqa: E402
+from parsim.errors import TraceError
+from parsim.model import record
+from parsim.model.model import Model
+from parsim.model.trace.checks import eager
+from parsim.model.trace.recorder import Routing, balanced_choice
+from tests.execute.bitwise import (
     assert_same_state,
     backward_components,
     forward_components,
 )
-from tests.execute.module_kinds import (  # noqa: E402
+from tests.execute.module_kinds import (
     CLASSES,
     KINDS,
     LENGTH,
@@ -31,9 +32,10 @@ from tests.execute.module_kinds import (  # noqa: E402
     Packed,
     WhereExperts,
 )
-from tests.quick import some_quick  # noqa: E402
+from tests.quick import some_quick
+from tests.traced import trace
 
-UNCOUNTED = ("lstm", "gru_state", "rnn", "lstm_cells", "complex", "normalised")
+UNCOUNTED = ("gru_state", "complex")
 """torch's counter has no formula for some of their kernels."""
 
 

@@ -15,7 +15,7 @@ import torch
 
 from experiments.common.equality import even_plan
 from experiments.common.reference import train_reference
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ModelError, TraceError
 from parsim.execute.loading import Loader

@@ -7,22 +7,23 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.costs.compute.compute import ComputeCosts  # noqa: E402
-from parsim.costs.compute.formula import WINOGRAD_REDUCTION  # noqa: E402
-from parsim.errors import TraceError  # noqa: E402
-from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.compose import load_profile  # noqa: E402
-from parsim.model import trace  # noqa: E402
-from parsim.model.model import Model  # noqa: E402
-from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow  # noqa: E402
-from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.plans.plan import Plan, Stage  # noqa: E402
-from parsim.predict.evaluate import evaluate  # noqa: E402
-from parsim.predict.problem import PlanningProblem  # noqa: E402
-from parsim.work import Compute, Phase  # noqa: E402
-from tests.execute.operator_modules import (  # noqa: E402
+import torch
+
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.formula import WINOGRAD_REDUCTION
+from parsim.errors import TraceError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.model.model import Model
+from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.problem import PlanningProblem
+from parsim.work import Compute, Phase
+from tests.execute.operator_modules import (
     CASES,
     FEATURES,
     LENGTH,
@@ -31,14 +32,15 @@ from tests.execute.operator_modules import (  # noqa: E402
     LowRank,
     Recurrent,
 )
+from tests.traced import trace
 
 SAMPLES = 256
 
 
-def traced(name: str, granularity: str = "block") -> Model:
+def traced(name: str) -> Model:
     factory, shape, _, _ = CASES[name]
     torch.manual_seed(0)
-    return trace(factory(), torch.randn(2, *shape), granularity=granularity).model
+    return trace(factory(), torch.randn(2, *shape), granularity="block").model
 
 
 def total_flop(model: Model) -> float:
@@ -55,10 +57,9 @@ def seconds(model: Model, phase: Phase, samples: int = SAMPLES) -> float:
     )
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
 @pytest.mark.parametrize("name", CASES)
-def test_flop_of_a_module_follow_the_formula(name: str, granularity: str) -> None:
-    assert total_flop(traced(name, granularity)) == pytest.approx(CASES[name][2], rel=1e-4)
+def test_flop_of_a_module_follow_the_formula(name: str) -> None:
+    assert total_flop(traced(name)) == pytest.approx(CASES[name][2], rel=1e-4)
 
 
 @pytest.mark.slow

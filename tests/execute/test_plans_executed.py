@@ -1,7 +1,7 @@
 """Plans drawn through the search's own families train what one process trains (DESIGN §6, "executor").
 
 The full count, 50 plans of 100 steps per model and number of processes, is the experiment's: its committed results are read.
-Here every sixth of these plans runs, for fewer steps.
+Here every twelfth of these plans runs, for fewer steps.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from experiments.executor import plans_executed as run  # noqa: E402
-from experiments.executor.comparing import (  # noqa: E402
+import torch
+
+from experiments.executor import plans_executed as run
+from experiments.executor.comparing import (
     LEAST_MOVED,
     TOLERANCE,
     Outcome,
@@ -22,17 +24,17 @@ from experiments.executor.comparing import (  # noqa: E402
     outcomes_of,
     planted_fault,
 )
-from experiments.executor.drawing import (  # noqa: E402
+from experiments.executor.drawing import (
     FEATURES,
     counted,
     drawn,
 )
-from experiments.executor.judge import run_of, summary  # noqa: E402
-from experiments.executor.models import SUBJECTS  # noqa: E402
-from parsim.plans.plan import Plan  # noqa: E402
+from experiments.executor.judge import run_of, summary
+from experiments.executor.models import SUBJECTS
+from parsim.plans.plan import Plan
 
 PLANS, STEPS = 50, 100
-EVERY, FEWER_STEPS = 6, 30
+EVERY, FEWER_STEPS = 12, 30
 MODELS = [pytest.param(name, marks=[pytest.mark.hf] if name == "llama" else []) for name in SUBJECTS]
 
 

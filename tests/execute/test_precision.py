@@ -6,22 +6,43 @@ import warnings
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from experiments.memory.ranks import autocast_peak_bytes
 from parsim.errors import CostError, ExecutionError
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.execute.numerics import LossScale, check_switches, numerics_of, overflow_flag, set_switches, switches
 from parsim.execute.optimizer import MasterWeights
 from parsim.execute.stage import StageReplica
-from parsim.model.formats import FORMATS, check_executable, number_format
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.devices import NO_ALLOCATOR
+from parsim.model.formats import FORMATS, Numerics, check_executable, number_format
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import PlanIndex
-from tests.execute.small_plans import MLP, run_spec
+from tests.execute.small_plans import BERT, GPT, MLP, VGG, VIT, run_spec
 from tests.execute.test_equality import TWO_OPTIMIZERS, inexact
+
+pytest.importorskip("torch", reason="needs the torch extra")
+
+import torch
+from torch import Tensor
+
+from experiments.common.shards import bytes_of, narrowed, value_piece, values_of
+from parsim.model import record
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.component import Component, narrow, ways_of
+from parsim.model.formats import component_in
+from parsim.model.load import trace_spec
+from parsim.model.shard.apply import shard_runnable
+from parsim.model.trace.traced import model_of
 
 CPU = torch.device("cpu")
 
@@ -211,3 +232,99 @@ def test_state_goes_from_any_precision_to_any_other() -> None:
     assert again.loss_scale == scaled.loss_scale
     again.load(full.state())  # nothing said of it: it stays
     assert again.loss_scale == scaled.loss_scale
+
+
+# What a real step under autocast keeps, byte by byte, against what the Model alone predicts for it.
+
+WIDE = ModelSpec(name="mlp", args=(("width", 256),))
+
+
+def one_cpu() -> Cluster:
+    """One device without context or library workspace: what it holds is tensors."""
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
+    device = cluster.devices[0]
+    bare = replace(device.type, kind="cpu", context_bytes=0, allocator=NO_ALLOCATOR)
+    return replace(cluster, devices=(replace(device, type=bare),))
+
+
+def predicted_bytes(spec: ModelSpec, samples: int, precision: str) -> int:
+    model = load_model(spec, granularity="layer")
+    asked = PlanningProblem(
+        model=model, cluster=one_cpu(), global_batch=samples, numerics=Numerics(precision=precision, optimizer="sgd")
+    )
+    names = tuple(component.name for component in model.components)
+    plan = Plan(strategy="single", mesh=Mesh(), global_batch=samples, stages=(Stage(ranks=(0,), components=names),))
+    return asked.memory(plan)[0].total_bytes
+
+
+@pytest.mark.parametrize("spec", [WIDE, VIT, GPT, BERT, VGG], ids=lambda spec: spec.name)
+def test_the_peak_of_a_step_under_autocast_is_predicted(spec: ModelSpec) -> None:
+    for samples in (8, 32):
+        half, full = autocast_peak_bytes(spec, samples), autocast_peak_bytes(spec, samples, autocast=False)
+        assert half != full, "autocast was on"
+        assert predicted_bytes(spec, samples, "amp_bf16") == pytest.approx(half, rel=0.01)
+        assert predicted_bytes(spec, samples, "fp32") == pytest.approx(full, rel=0.01)
+
+
+# What real components and shards keep under autocast, byte by byte, against what their Model says of them.
+
+SAMPLES = 5
+HALF = torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "vit_small", "gpt_small"])
+def test_shards_keep_what_the_model_says(name: str) -> None:
+    """Saved bytes with the casts of weights, to the byte, of the first shard under every rule.
+
+    A lookup in a piece of a table keeps which tokens it has as well. The whole lookup does not, so no Model lists that.
+    """
+    spec = ModelSpec(name=name)
+    model = trace_spec(spec, "sublayer")
+    torch.manual_seed(0)
+    inputs, target = example_batch(spec, SAMPLES)
+    with torch.autocast("cpu", dtype=HALF):
+        runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
+        values = values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})
+    seen = set()
+    for runnable, component in zip(runnables, model.components, strict=True):
+        first = [model.value[value].savers[:1] == (component.name,) for value in component.inputs]
+        for sharding in component.shardings:
+            ways = ways_of(sharding)[0]
+            if (component.fingerprint, sharding.rule) in seen:
+                continue
+            seen.add((component.fingerprint, sharding.rule))
+            local = shard_runnable(narrowed(runnable, sharding, 0, ways), sharding, 0, ways)
+            pieces = zip(component.inputs, sharding.inputs, strict=True)
+            given = [value_piece(values[name], content, 0, ways).clone() for name, content in pieces]
+            part = narrow(component_in(component, "amp_bf16"), sharding.rule, ways)
+            looks_up = not given[0].is_floating_point() and sharding.rule == "vocabulary"
+            kept = bytes_of(local, given, first, autocast=True)[1]
+            assert kept_by(part) == kept or (looks_up and kept_by(part) < kept), (component.name, sharding.rule)
+    assert seen
+
+
+def test_a_weight_that_every_step_reads_is_cast_once() -> None:
+    """The fullest moments of a GRU, forward and backward, to the byte."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core, self.head = nn.GRU(24, 16, batch_first=True, bidirectional=True), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.head(self.core(x)[0].mean(1))
+            return made
+
+    module, x = Gated(), torch.randn(SAMPLES, 7, 24)
+    core = component_in(model_of(module, (x,), {}, granularity="block").component("core"), "amp_bf16")
+    with torch.autocast("cpu", dtype=HALF):
+        runnable = next(entry for entry in record(module, x) if entry.name == "core")
+    forward, kept, backward = bytes_of(runnable, [x], [False], autocast=True)
+    assert kept == kept_by(core)
+    assert forward == max(rate * SAMPLES + fixed for rate, fixed in core.forward_peaks)
+    assert backward == max(rate * SAMPLES + fixed for rate, fixed in core.backward_peaks)
+
+
+def kept_by(component: Component) -> int:
+    return component.saved_activation_bytes * SAMPLES + component.saved_fixed_bytes + component.cast_bytes

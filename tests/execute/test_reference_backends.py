@@ -19,6 +19,7 @@ def test_the_committed_results_are_of_every_case() -> None:
     assert results is not None
     assert [row["case"] for row in results["rows"]] == [case.name for case in CASES]
     assert results["rounds"] >= 20
+    assert all(row["difference"] <= 1e-10 for row in results["rows"])
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
@@ -64,9 +65,8 @@ def test_pairs_of_steps_tell_what_recording_costs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("case", ["mlp ddp", "vit_small fsdp2", "vit_small pipelining 1f1b"])
-def test_weights_equal_those_of_the_native_module(case: str) -> None:
-    command = [sys.executable, "-m", "experiments.executor.reference", "--quick", "--only", f"^{case}$", "--json"]
+def test_weights_equal_those_of_the_native_module() -> None:
+    command = [sys.executable, "-m", "experiments.executor.reference", "--quick", "--only", "^mlp ddp$", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]

@@ -1,28 +1,41 @@
-"""What cannot be planned or is not what it seems: one message with the place and the way round, and no log of torch's."""
+"""What cannot be planned or is not what it seems: one message with the place and the way round."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+from parsim.errors import TraceError
+from tests.execute.bitwise import assert_equal_to_module
 
-from torch import Tensor, nn  # noqa: E402
+pytest.importorskip("torch", reason="needs the torch extra")
 
-import parsim  # noqa: E402
-from experiments.common.equality import even_plan  # noqa: E402
-from parsim.app.launch import check_loss  # noqa: E402
-from parsim.app.question import loss_note  # noqa: E402
-from parsim.errors import ModelError, ParsimError, PlanError  # noqa: E402
-from parsim.model.load import load_model, model_from_module  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.plans.mesh import Mesh  # noqa: E402
-from tests.hugging_face_configs import SMALL  # noqa: E402
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import parsim
+from experiments.common.equality import even_plan
+from parsim.app.launch import check_loss
+from parsim.app.question import loss_note
+from parsim.errors import ModelError, ParsimError, PlanError
+from parsim.model import record
+from parsim.model.inputs import ModelInput
+from parsim.model.load import load_model, model_from_module
+from parsim.model.spec import ModelSpec
+from parsim.model.trace.record import run_recorded
+from parsim.model.trace.traced import check_index_ranges, lookups
+from parsim.plans.mesh import Mesh
+from tests.hugging_face_configs import SMALL
+from tests.traced import trace
 
 HERE = "tests.execute.test_refused_models"
 EXAMPLE = torch.zeros(4, 6)
@@ -192,3 +205,322 @@ def test_unknown_keys_of_a_config_are_named(tmp_path: Path) -> None:
         "keys of config.json that its class does not list, and which may matter: frobnicate"
     ]
     assert "torch_dtype = bfloat16 is left out: weights are as training.precision says" in answer.prediction.warnings
+
+
+# Recorded all the same: distributions that check values, scripted functions, tables in plain attributes.
+
+FEATURES = 6
+
+
+class Sampling(nn.Module):
+    """A VAE of torch.distributions, which check their arguments by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(FEATURES, 4), nn.Linear(2, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, scale = self.encoder(x).chunk(2, -1)
+        posterior = torch.distributions.Normal(mean, scale.exp())
+        prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        made = self.decoder(posterior.rsample())
+        divergence: Tensor = torch.distributions.kl_divergence(posterior, prior).sum(-1)
+        error: Tensor = (made - x).pow(2).sum(-1)
+        return error + divergence
+
+
+@torch.jit.script
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(swish(self.two(swish(self.one(x)))))
+        return made
+
+
+class Table(nn.Module):
+    """Complex angles in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 3)
+        self.angles = torch.polar(torch.ones(FEATURES // 2), torch.arange(FEATURES // 2).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.angles = self.angles.to(x.device)
+        turned = torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2))) * self.angles
+        made: Tensor = self.head(torch.view_as_real(turned).flatten(-2).type_as(x))
+        return made
+
+
+@pytest.mark.parametrize("module", [Sampling(), Scripted(), Table()], ids=lambda module: type(module).__name__)
+def test_they_are_recorded(module: nn.Module) -> None:
+    checks = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    try:
+        assert_equal_to_module(module, (torch.randn(4, FEATURES),), "block")
+        assert torch.distributions.Distribution._validate_args, "a forward outside checks as before"
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(checks)
+    assert type(swish) is torch.jit.ScriptFunction
+    assert swish(torch.zeros(2)).sum() == 0
+
+
+@pytest.mark.parametrize("name", ["Sampling", "Scripted", "Table"])
+def test_they_are_planned_by_name(name: str) -> None:
+    assert load_model(ModelSpec(name=f"{HERE}:{name}", input_shape=(FEATURES,))).assumptions == ()
+
+
+def test_a_scripted_function_without_its_python_code_is_refused() -> None:
+    bare = torch.jit.CompilationUnit("def double(x):\n    return x * 2\n").double
+
+    class Bare(Scripted):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.head(bare(self.one(x)))
+            return made
+
+    with pytest.raises(
+        TraceError,
+        match=r"a function at .*`made: Tensor = self\.head\(bare.* is compiled by torch\.jit, .*give the Python function",
+    ):
+        model_from_module(Bare(), torch.zeros(4, FEATURES))
+
+
+# A forward that draws outside torch is refused with its line; attributes that it changes are named in the answer.
+
+
+class Dropped(nn.Module):
+    """A layer that is left out in some steps, by numbers that `draw` makes."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training and self.draw() < 0.5:
+            x = self.second(x)
+        made: Tensor = self.head(x)
+        return made
+
+
+class OwnGenerator(Dropped):
+    """A generator among the attributes of a part."""
+
+    def __init__(self, generator: random.Random | np.random.Generator) -> None:
+        super().__init__(generator.random)
+        self.second.generator = generator
+
+
+class Annealed(nn.Module):
+    """A weight that grows with the calls of its forward, in a plain attribute; and one in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.step, self.buffer = 0, buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.buffer:
+            self.calls += 1
+            made: Tensor = self.layer(x) * self.calls
+            return made
+        self.step += 1
+        made = self.layer(x) * min(1.0, self.step / 1000)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (Dropped(random.random), "Python's random"),
+        (Dropped(lambda: random.choice([0.1, 0.9])), "Python's random"),
+        (Dropped(np.random.rand), "numpy.random"),  # type: ignore[arg-type]
+        (OwnGenerator(random.Random(0)), "the generator second.generator"),
+        (OwnGenerator(np.random.default_rng(0)), "the generator second.generator"),
+    ],
+)
+def test_draws_outside_torch_are_refused_and_the_generators_stay(module: nn.Module, named: str) -> None:
+    before = states()
+    for call in (lambda: trace(module, EXAMPLE), lambda: record(module, EXAMPLE)):
+        with pytest.raises(TraceError, match=rf"draws from {named}.* draw with torch"):
+            call()
+    if not isinstance(module, OwnGenerator):
+        assert states() == before
+
+
+def states() -> tuple[object, object]:
+    """Of both global generators."""
+    return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - what users' code draws from
+
+
+def test_the_line_of_the_draw_is_named() -> None:
+    with pytest.raises(TraceError, match=r"test_refused_models.py:\d+ `if self.training and self.draw\(\) < 0.5:`"):
+        trace(Dropped(random.random), EXAMPLE)
+
+
+def test_draws_of_torch_are_recorded() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = x + self.layer(x) * (torch.rand(len(x), 1) < 0.9)
+            return made
+
+    assert trace(Kept(), EXAMPLE).model.assumptions == ()
+
+
+def test_attributes_that_a_forward_changes_are_named_in_the_answer() -> None:
+    module = Annealed(buffer=False)
+    answer = parsim.plan(module, cluster="dgx1-v100-32gb", devices=2, global_batch=8, strategy="dp", example_inputs=EXAMPLE)
+    (note,) = [text for text in answer.prediction.warnings if "changes attributes" in text]
+    assert "step (0 to 1)" in note
+    assert "buffer" in note
+    assert module.step == 0
+    assert trace(Annealed(buffer=True), EXAMPLE).model.assumptions == ()
+
+
+# Integers that a user declares, and the tables in which a model looks them up: refused only where the input is the index.
+
+ROWS, WIDTH = 6, 4
+
+
+class Looks(nn.Module):
+    """Looks `ids` up in a table, in the way that it is given."""
+
+    def __init__(self, way: Callable[[Looks, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.way = way
+        self.table, self.bag = nn.Embedding(ROWS, WIDTH), nn.EmbeddingBag(ROWS, WIDTH)
+        self.rows, self.head = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = self.head(self.way(self, ids).reshape(len(ids), -1, WIDTH).mean(1))
+        return made
+
+
+def masked(net: Looks, ids: Tensor) -> Tensor:
+    """Written into in place."""
+    own = ids.clone()
+    own[own >= ROWS] = 0
+    return net.table(own)  # type: ignore[no-any-return]
+
+
+INDEX_IS_THE_INPUT: dict[str, Callable[[Looks, Tensor], Tensor]] = {
+    "embedding": lambda net, ids: net.table(ids),
+    "another shape and type": lambda net, ids: net.table(ids.view(-1).unsqueeze(0).int().to(torch.int64)),
+    "embedding_bag": lambda net, ids: net.bag(ids),
+    "index": lambda net, ids: net.rows[ids],
+    "index behind a slice": lambda net, ids: net.rows.t()[:, ids].permute(1, 2, 0),
+    "index_select": lambda net, ids: net.rows.index_select(0, ids.flatten()),
+    "one_hot": lambda net, ids: nn.functional.one_hot(ids, ROWS).float() @ net.rows,
+}
+INDEX_IS_COMPUTED: dict[str, Callable[[Looks, Tensor], Tensor]] = {
+    "remainder": lambda net, ids: net.table(ids % ROWS),
+    "clamped": lambda net, ids: net.table(ids.clamp(max=ROWS - 1)),
+    "shifted": lambda net, ids: net.table((ids - ids).abs()),
+    "where": lambda net, ids: net.table(torch.where(ids < ROWS, ids, 0)),
+    "masked in place": masked,
+    "one column of several": lambda net, ids: net.table(ids[:, 0] * 0),
+    "not looked up": lambda net, ids: net.rows[0] * ids[..., None],
+}
+
+
+def check(way: Callable[[Looks, Tensor], Tensor], high: int, low: int = 0) -> list[set[tuple[str, int]]]:
+    """As a trace checks a net with declared ids; of two batches the inputs that are indices, with the rows of the table."""
+    module, entry = Looks(way), ModelInput("ids", (2,), dtype="int64", high=high, low=low)
+    small, large = (run_recorded(module, (torch.zeros(batch, 2, dtype=torch.int64),), {}, loss=None) for batch in (2, 3))
+    check_index_ranges(small, large, (entry,), "net")
+    return [{(lookup.name, lookup.rows) for lookup in lookups(recording)} for recording in (small, large)]
+
+
+@pytest.mark.parametrize("kind", INDEX_IS_THE_INPUT)
+def test_an_input_as_an_index_beyond_the_table_is_refused(kind: str) -> None:
+    with pytest.raises(ModelError, match=rf"ids holds integers from 0 to {ROWS}, and .*must lie from .*give ids high = {ROWS}"):
+        check(INDEX_IS_THE_INPUT[kind], ROWS + 1)
+    assert check(INDEX_IS_THE_INPUT[kind], ROWS) == [{("input:0", ROWS)}] * 2
+
+
+@pytest.mark.parametrize("kind", INDEX_IS_COMPUTED)
+def test_an_index_computed_of_an_input_is_not(kind: str) -> None:
+    assert check(INDEX_IS_COMPUTED[kind], 100) == [set(), set()]
+
+
+def test_negative_indices_count_from_the_end_of_a_tensor_and_not_of_an_embedding() -> None:
+    check(INDEX_IS_THE_INPUT["index"], ROWS, low=-ROWS)
+    with pytest.raises(ModelError, match=r"from -1 to 5, .*high = 6 and low = 0"):
+        check(INDEX_IS_THE_INPUT["embedding"], ROWS, low=-1)
+
+
+def test_a_table_that_grows_with_the_batch_has_no_bound() -> None:
+    """Samples that are put in another order."""
+    indices = check(lambda net, ids: net.rows[:1] * torch.zeros(len(ids), 1)[ids], 100)
+    assert indices == [{("input:0", 2)}, {("input:0", 3)}]
+
+
+def test_example_inputs_of_the_python_api() -> None:
+    module = Looks(INDEX_IS_THE_INPUT["embedding"])
+    with pytest.raises(ModelError, match=rf"{ROWS + 2}, and module table uses it as an index .* {ROWS} entries"):
+        parsim.trace(module, {"ids": torch.tensor([[0, 1], [2, ROWS + 2]])})
+    assert parsim.trace(module, torch.tensor([[0, 1], [2, ROWS - 1]])).components
+
+
+class OwnLoss(nn.Module):
+    """Takes its targets itself; classes that are ignored lie beyond the others, as in maps of 255."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.head, self.ignored = nn.Linear(WIDTH, 3), ignored
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels, ignore_index=self.ignored)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "high", "low", "refused"), [(-100, 4, 0, True), (-100, 3, -100, False), (255, 256, 0, False)]
+)
+def test_targets_beyond_the_classes(ignored: int, high: int, low: int, refused: bool) -> None:
+    """Only the number that is ignored may be no class."""
+    inputs = (ModelInput("x", (WIDTH,)), ModelInput("labels", (), dtype="int64", high=high, low=low))
+    if refused:
+        with pytest.raises(ModelError, match=r"labels holds integers from 0 to 3.*classes of a loss, 3 entries.*high = 3"):
+            model_from_module(OwnLoss(ignored), inputs=inputs, loss="own")
+    else:
+        assert model_from_module(OwnLoss(ignored), inputs=inputs, loss="own").components
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(INDEX_IS_THE_INPUT)), low=st.integers(-8, 8), span=st.integers(1, 12), seed=st.integers(0, 99)
+)
+def test_what_is_not_refused_runs(kind: str, low: int, span: int, seed: int) -> None:
+    """The oracle is the module itself: both ends of the declared range, on real data."""
+    module = Looks(INDEX_IS_THE_INPUT[kind])
+    entry = ModelInput("ids", (2,), dtype="int64", high=low + span, low=low)
+    recordings = [run_recorded(module, (torch.zeros(batch, 2, dtype=torch.int64),), {}, loss=None) for batch in (2, 3)]
+    assert len(lookups(recordings[0])) == 1
+    data = torch.randint(low, low + span, (2, 2), generator=torch.Generator().manual_seed(seed))
+    data[0, 0], data[1, 1] = low, low + span - 1
+    try:
+        module(data)
+        runs = True
+    except (IndexError, RuntimeError):
+        runs = False
+    try:
+        check_index_ranges(recordings[0], recordings[1], (entry,), "net")
+        planned = True
+    except ModelError:
+        planned = False
+    assert planned == runs

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,10 +26,21 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.multiprocessing.spawn import start_processes
 
-from parsim.errors import ExecutionError
+from parsim.errors import ExecutionError, RankLostError
+from parsim.execute import evaluation as validation
+from parsim.execute import mixing, rank_run
+from parsim.execute.checkpoint import reshard
+from parsim.execute.evaluation import Validation
+from parsim.execute.job import EvaluationRule
+from parsim.execute.mixing import MEAN, MixingRounds
+from parsim.execute.processes import heartbeat
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
-from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.group import MOST_SAID, ProcessPlace, error_path, read_error
+from parsim.execute.processes.heartbeat import Doing, Pulse, create_beats, read_beats
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.output import ROOM_BYTES, LastWords, create_last_words, read_last_words
 from parsim.execute.processes.rendezvous import ADDRESS_VARIABLE, FILE_VARIABLE, TOKEN_VARIABLE, open_store
+from parsim.execute.rank_run import RankRun, agreeing
 from tests.execute.sockets import free_port, sockets_of
 
 SLOW_S, TIMEOUT_S = 2.5, 1.0
@@ -186,3 +198,137 @@ def _rank(rank: int, work: Callable[[ProcessPlace], None], folder: Path) -> None
 def test_ranks_wait_for_rank_0_longer_than_any_collective(work: Callable[[ProcessPlace], None], tmp_path: Path) -> None:
     start_processes(_rank, args=(work, tmp_path), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
+
+
+# A rank that waits for others between steps says so: the launcher would take it for one that hangs, and end the run.
+
+
+@pytest.fixture
+def doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Doing]:
+    """What this rank, which trains, tells the launcher at this moment."""
+    path = tmp_path / "beats"
+    create_beats(path, 1)
+    own = Pulse(path, 0)
+    monkeypatch.setattr(heartbeat, "_pulses", [own])
+    own.begin(Doing.WORKING, "training", 3)
+    return lambda: read_beats(path, 1)[0].doing
+
+
+def test_a_rank_that_takes_weights_of_another_plan_waits(doing: Callable[[], Doing], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may take minutes over the slow link for which the plan is changed."""
+    seen: list[Doing] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, holder: seen.append(doing()))
+    reshard._sent(reshard._Kind((2,), torch.float32), None, 1, torch.device("cpu"))
+    assert seen == [Doing.WAITING]
+    assert doing() is Doing.WORKING
+
+
+def test_ranks_that_agree_on_an_overflow_wait(doing: Callable[[], Doing], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Doing] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, op, group: seen.append(doing()))
+    agreeing(None)(torch.zeros(1))  # type: ignore[arg-type]
+    assert seen == [Doing.WAITING]
+
+
+def test_replicas_that_take_the_mean_of_their_weights_wait(doing: Callable[[], Doing], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Doing] = []
+    rounds: Any = MixingRounds.__new__(MixingRounds)
+    rounds._stage, rounds._replicas = SimpleNamespace(layout=None, rank=0, parameters={}), 2
+    rounds._groups, rounds.masses = {(MEAN, (0, 1)): None}, {}
+    monkeypatch.setattr(mixing, "mixing_peers", lambda *_: [(0, 1)])
+    monkeypatch.setattr(MixingRounds, "_buckets", lambda self: [SimpleNamespace(number=0, parameters=())])
+    monkeypatch.setattr(MixingRounds, "_packed", lambda self, bucket: torch.zeros(1))
+    monkeypatch.setattr(dist, "all_reduce", lambda flat, group: seen.append(doing()))
+    assert rounds.mean_weights() == {}
+    assert seen == [Doing.WAITING]
+
+
+class Reached(Exception):
+    """The rank has come so far."""
+
+
+def test_what_comes_between_steps_has_more_time_than_a_step(
+    doing: Callable[[], Doing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To build another plan, and to make the samples of the validation, a rank may read files for longer than it may hang."""
+    seen: list[Doing] = []
+
+    def reached(*_: object) -> NoReturn:
+        seen.append(doing())
+        raise Reached
+
+    entry: Any = SimpleNamespace(layout=SimpleNamespace(model=None), run=None)
+    place: Any = SimpleNamespace(rank=0)
+    monkeypatch.setattr(rank_run, "PlanIndex", reached)
+    with pytest.raises(Reached):
+        RankRun.switched(entry, None, place, None)  # type: ignore[arg-type]
+    heartbeat.pulse().begin(Doing.WORKING, "training", 4)
+    monkeypatch.setattr(validation, "run_dataset", reached)
+    with pytest.raises(Reached):
+        Validation(rule=EvaluationRule(), folder=Path("best"), every=1, steps=9).look(entry, place)
+    assert seen == [Doing.PREPARING, Doing.PREPARING]
+
+
+# A rank whose output cannot be written still ends by itself, with its record; and tells why where there is no room for one.
+
+FULL = Path("/dev/full")
+RANK = """
+from parsim.execute.processes.group import worker_main
+
+def run(path):
+    raise ValueError("a fault of the rank")
+
+worker_main(run)
+"""
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full, whose writes fail as on a full disk")
+def test_a_rank_whose_output_is_full_ends_with_status_1_and_its_record(tmp_path: Path) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run([sys.executable, "-c", RANK, str(tmp_path / "job.json")], stdout=full, stderr=full, check=False)
+    assert done.returncode == 1
+    found = read_error(error_path(tmp_path, 0))
+    assert found is not None
+    assert found.message == "a fault of the rank"
+
+
+FULL_RANK = """
+import os, resource
+from pathlib import Path
+from parsim.execute.processes.group import worker_main
+
+def run(path):
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        Path(path).with_name("more").write_text("no room")
+
+worker_main(run)
+"""
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_rank_that_can_write_no_file_tells_the_launcher_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its output nor its record can be written, as on a full disk."""
+    (tmp_path / "full_rank.py").write_text(FULL_RANK)
+    (tmp_path / "job.json").write_text("{}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RankLostError) as caught:
+        launch(tmp_path / "job.json", 2, module="full_rank")
+    assert str(caught.value).startswith("rank 1 of 2 failed: OSError: [Errno 27] File too large")
+    assert "(its traceback could not be written)" in str(caught.value)
+    assert not error_path(tmp_path, 1).exists()
+
+
+def test_last_words_are_those_of_their_rank(tmp_path: Path) -> None:
+    path = tmp_path / "words"
+    create_last_words(path, 3)
+    first, last = LastWords(path, 0), LastWords(path, 2)
+    assert first.say("a" * 100)
+    assert first.say("better \U0001f600")
+    assert last.say("\U0001f600" * MOST_SAID)
+    assert not last.say("x" * ROOM_BYTES)
+    assert read_last_words(path, 0) == "better \U0001f600"
+    assert read_last_words(path, 1) == ""
+    assert read_last_words(path, 2) == "\U0001f600" * MOST_SAID
+    assert read_last_words(tmp_path / "nowhere", 0) == ""
+    assert not LastWords().say("nobody listens")

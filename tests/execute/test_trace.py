@@ -7,21 +7,22 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.objective import LOSSES  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components  # noqa: E402
-from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
+from parsim.errors import TraceError
+from parsim.model import record
+from parsim.model.build import build_module, example_batch, loss_of
+from parsim.model.load import load_model
+from parsim.model.objective import LOSSES
+from parsim.model.spec import ModelSpec
+from tests.execute.bitwise import assert_equal_to_module, assert_same_state, backward_components, forward_components
+from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights
+from tests.quick import some_quick
+from tests.traced import trace
 
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 
@@ -35,16 +36,6 @@ def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
     module = factory().train(training)
     for batch in (2, 5):
         assert_equal_to_module(module, tuple(torch.randn(batch, *shape) for shape in shapes), granularity)
-
-
-@pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "gpt_small"))
-def test_zoo(name: str, granularity: str) -> None:
-    spec = ModelSpec(name=name)
-    torch.manual_seed(0)
-    module = build_module(spec)
-    for batch, training in ((2, True), (3, True), (2, False)):
-        assert_equal_to_module(module.train(training), tuple(example_batch(spec, batch)[0].values()), granularity)
 
 
 @pytest.mark.parametrize("name", SMALL)

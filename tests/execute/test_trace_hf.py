@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
-transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("transformers", reason="needs the hf extra")
 
-from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
-from parsim.errors import TraceError  # noqa: E402
-from parsim.model import record, trace  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
-from tests.hugging_face_configs import SMALL  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
+import torch
+import transformers
+
+from parsim.errors import TraceError
+from parsim.model.build import build_module, loss_of
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from tests.hugging_face_configs import SMALL
+from tests.quick import some_quick
+from tests.traced import trace
 
 pytestmark = pytest.mark.hf
 
@@ -39,15 +39,6 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
     return ModelSpec(name=str(path))
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
-def test_bitwise(spec: ModelSpec, granularity: str) -> None:
-    """GPT-2 has dropout 0.1 by default, so the random numbers are compared too."""
-    torch.manual_seed(0)
-    module = build_module(spec)
-    for batch, training in ((2, True), (3, True), (2, False)):
-        assert_equal_to_module(module.train(training), tuple(example_batch(spec, batch)[0].values()), granularity)
-
-
 def test_model_of_a_config(spec: ModelSpec) -> None:
     model = load_model(spec)
     assert model.components[-1].name == "loss"
@@ -57,36 +48,6 @@ def test_model_of_a_config(spec: ModelSpec) -> None:
     module = build_module(spec)
     assert used == {name for name, _ in module.named_parameters()}
     assert model.parameter_count == sum(p.numel() for p in module.parameters())
-
-
-SHARDED = {
-    "vit": {"column", "channels_out", "row", "heads+row", "column+row"},
-    "gpt2": {"column", "row", "vocabulary", "heads+row", "column+row"},
-    "llama": {"vocabulary", "column", "row", "heads+row", "column+row"},
-}
-
-
-@pytest.mark.parametrize("granularity", ["layer", pytest.param("sublayer", marks=pytest.mark.slow)])
-def test_shards_equal_the_whole(spec: ModelSpec, granularity: str) -> None:
-    kind = Path(spec.name).parent.name
-    tolerance = 1e-6 if kind == "llama" else 1e-12  # Llama's norms are computed in float32, whatever the weights are
-    model = load_model(spec, granularity=granularity)
-    if granularity == "sublayer":
-        rules = {c.name: {sharding.rule for sharding in c.shardings} for c in model.components}
-        assert set().union(*rules.values()) >= SHARDED[kind]
-        if kind == "gpt2":  # its dropout of 0.1 leaves attention and MLP as shardable as without
-            assert all("heads+row" in rules[f"transformer.h.{layer}.attn"] for layer in range(2))
-            assert all("column+row" in rules[f"transformer.h.{layer}.mlp"] for layer in range(2))
-    torch.manual_seed(0)
-    given, target = example_batch(spec, 3, dtype=torch.float64)
-    inputs = tuple(given.values())
-    runnables = record(build_module(spec).double().train(), inputs, granularity=granularity, loss=loss_of(spec))
-    values = values_of(runnables, {"input:0": inputs[0], "target": target})
-    for runnable, component in zip(runnables, model.components, strict=True):
-        for sharding in component.shardings:
-            given = [values[value] for value in component.inputs]
-            ways = 2 if sharding.limit % 2 == 0 else sharding.limit
-            assert_shards_equal_whole(runnable, component, sharding, ways, given, tolerance)
 
 
 def test_arguments_replace_the_config(spec: ModelSpec) -> None:

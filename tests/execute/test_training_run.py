@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from parsim.app.functions import open_run, run
+from parsim.app.train import open_run, run
 from tests.execute.test_bad_run import cpu_profile
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"

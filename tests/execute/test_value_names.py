@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from parsim.errors import ExecutionError  # noqa: E402
-from parsim.execute.checkpoint.fragments import check_names  # noqa: E402
-from parsim.execute.stage import recorded_programs  # noqa: E402
-from parsim.model.load import load_model  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.trace.trace import record  # noqa: E402
-from tests.hugging_face_configs import SMALL  # noqa: E402
+from parsim.errors import ExecutionError
+from parsim.execute.checkpoint.fragments import check_names
+from parsim.execute.stage import recorded_programs
+from parsim.model.build import record
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from tests.hugging_face_configs import SMALL
 
 SEEDS = ("0", "1")
 

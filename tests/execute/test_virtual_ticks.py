@@ -72,33 +72,6 @@ def test_one_module_is_sgd_bitwise(schedule: str, order: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights_of(engine), wanted, strict=True))
 
 
-@pytest.mark.parametrize("modules", [2, 4])
-def test_locked_backpropagation_is_sgd_for_any_partition(modules: int) -> None:
-    batches = stream(10)
-    engine = TickEngine(cut_sequential(network(), modules), LOSS, TickRule(schedule="bp", learning_rate=0.1))
-    engine.run(batches)
-    assert largest_difference(weights_of(engine), plain_sgd(network(), batches, lr=0.1)) <= 1e-14
-
-
-def test_groups_of_one_module_are_synchronous_data_parallelism() -> None:
-    batches = stream(15, groups=4)
-    engine = TickEngine([network()], LOSS, TickRule(learning_rate=0.1, momentum=0.9), groups=4)
-    engine.run(batches)
-    wanted = plain_sgd(network(), batches, lr=0.1, momentum=0.9)
-    assert all(largest_difference(weights_of(engine, group), wanted) <= 1e-12 for group in range(4))
-
-
-@pytest.mark.parametrize("mode", ["stash", "fresh", "replay"])
-def test_complete_consensus_is_gradient_averaging(mode: str) -> None:
-    batches = stream(15, groups=3)
-    rule = TickRule(mode=mode, learning_rate=0.1, momentum=0.9)
-    averaged = TickEngine(cut_sequential(network(), 3), LOSS, rule, groups=3)
-    consensus = TickEngine(cut_sequential(network(), 3), LOSS, rule, groups=3, mixing=lambda t: np.full((3, 3), 1 / 3))
-    averaged.run(batches)
-    consensus.run(batches)
-    assert largest_difference(weights_of(averaged, 1), weights_of(consensus, 2)) <= 1e-12
-
-
 def test_identity_mixing_is_independent_pipelines() -> None:
     batches = stream(9, groups=2)
     together = TickEngine(cut_sequential(network(), 2), LOSS, TickRule(), groups=2, mixing=lambda t: np.eye(2))

@@ -267,20 +267,18 @@ def readers(folder: Path) -> list[Reader]:
     from calibration.rounds.calibrate import refit
     from calibration.rounds.request import save_raw
     from parsim.app.config import load_config
+    from parsim.app.foreign import import_file
     from parsim.app.functions import plan as plan_of
-    from parsim.app.import_file import import_file
     from parsim.app.question import question_of
     from parsim.app.run_folder import RunFolder
-    from parsim.costs.conformal import ValidationRecord
-    from parsim.costs.history import fingerprint, read_history
-    from parsim.engines.scenario.scenario import load_scenario
+    from parsim.costs.history import ValidationRecord, fingerprint, read_history
+    from parsim.engines.scenario import load_scenario
     from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
     from parsim.execute.job import Job, RunSpec
     from parsim.execute.measurement import RankRecord
     from parsim.execute.streams import TaskTime
     from parsim.hardware.compose import load_profile
-    from parsim.hardware.instances import instance_named
-    from parsim.hardware.network import load_network, shipped_networks
+    from parsim.hardware.parts import instance_named, load_network, shipped_networks
     from parsim.hardware.profile import save_profile
     from parsim.model.catalogue.hugging_face import read_config
     from parsim.model.model import Model

@@ -95,7 +95,7 @@ def test_timing_twice_gives_the_same(device: MeasuredDevice) -> None:
 
 def test_the_executor_trains_what_plain_training_on_the_cpu_does(device: MeasuredDevice) -> None:
     """float64, four steps of a small model, samples of the same order."""
-    from parsim.data.datasets import dataset_for
+    from parsim.data import dataset_for
     from parsim.data.samples import BatchOrder
 
     spec, batch, steps = ModelSpec(name="vit_small"), 4, 4

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.common.shards import assert_shards_equal_whole, values_of
-from parsim.data.datasets import dataset_for
+from parsim.data import dataset_for
 from parsim.data.samples import BatchOrder
 from parsim.errors import ParsimError
 from parsim.execute.loading import Loader
@@ -27,9 +27,8 @@ from parsim.execute.stage import StageReplica
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model import record
-from parsim.model.build import build_module
+from parsim.model.build import Interface, build_module, example_batch, interface_of, loss_of
 from parsim.model.formats import Numerics
-from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
@@ -124,7 +123,7 @@ def _leaves(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shards(subject: Subject) -> str:
-    """Every sharding of every component, two ways one after another, against the whole in float64."""
+    """Every sharding of every component, over two and four ranks, against the whole in float64."""
     model = load_model(subject.spec, granularity="sublayer")
     sharded = [component for component in model.components if component.shardings]
     if not sharded:
@@ -133,24 +132,25 @@ def shards(subject: Subject) -> str:
     if any(list(runnable.input_names) != list(model.component(runnable.name).inputs) for runnable in recorded):
         recorded, values = _recorded(subject, torch.float32)  # casts to float32 make other components of float64
     runnables = {runnable.name: runnable for runnable in recorded}
-    compared = 0
     for component in sharded:
         runnable = runnables[component.name]
         single = any(values[name].dtype == torch.float32 for name in (*runnable.input_names, *runnable.output_names))
         tolerance = SINGLE_INSIDE if single or subject.spec.name.endswith(".json") else FLOAT64_TOLERANCE
         for sharding in component.shardings:
-            if sharding.limit % 2:
-                continue
             inputs = [values[name] for name in runnable.input_names]
-            assert_shards_equal_whole(runnable, component, sharding, 2, inputs, tolerance)
-            compared += 1
+            for ways in (2, 4):
+                if sharding.limit % ways == 0:
+                    assert_shards_equal_whole(runnable, component, sharding, ways, inputs, tolerance)
     share = sum(component.forward_flop for component in sharded) / max(1.0, model.forward_flop)
     return f"{len(sharded)} of {len(model.components)}, {100 * share:.0f}% of flop"
 
 
 def _recorded(subject: Subject, dtype: torch.dtype) -> tuple[tuple[Runnable, ...], dict[str, Tensor]]:
-    """By sublayer with the loss, and every value of one forward of two samples."""
+    """By sublayer with the loss, and every value of one forward of two samples; no weight is zero, as biases are at first."""
     module = subject.module().to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     batch, target = example_batch(subject.spec, 2, dtype=dtype)
     args, kwargs = subject.interface.arguments(batch)
     flow, loss = subject.spec.control_flow, loss_of(subject.spec)

@@ -17,7 +17,7 @@ from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
 COMMITTED: dict[str, dict[str, str]] = json.loads(RESULTS.read_text())
-SAMPLE = ("plain CNN", "U-Net", "diffusion net", "LSTM", "experts, loop in Python", "LoRA", "triplet")
+SAMPLE = ("plain CNN", "U-Net", "diffusion net", "LSTM", "experts, loop in Python", "LoRA", "triplet", "gpt_small", "gpt2")
 
 
 def _held(cell: str) -> bool:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from parsim.costs.communication.algorithms import choices
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.communication.internode import choices
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network, shipped_networks
+from parsim.hardware.parts import load_network, shipped_networks
 from parsim.hardware.profile import save_profile
 from parsim.hardware.records import source_keys
 from parsim.units import GIB, KIB, MIB

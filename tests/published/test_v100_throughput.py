@@ -23,7 +23,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorPoint
-from parsim.model.catalogue.convolution import run_by
+from parsim.model.catalogue.frameworks import run_by
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model

@@ -10,7 +10,7 @@ import pytest
 from parsim.engines import static
 from parsim.errors import PlanError
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_torch_schedule, in_flight, pipeline_actions
-from tests.theory.test_engines_pipeline import durations_s, pipeline_graph
+from tests.theory.test_engines import durations_s, pipeline_graph
 
 pytestmark = pytest.mark.real
 
@@ -144,4 +144,4 @@ def test_makespans_are_those_of_torchs_lists(listed: list[dict[str, Any]]) -> No
             continue
         graph = pipeline_graph(ranks, microbatches, order, chunks=chunks, weights=True)
         seconds = durations_s(graph, FORWARD_S, BACKWARD_S, 0.0, WEIGHT_S)
-        assert float(np.max(static.makespans_s(graph, seconds[None]))) == pytest.approx(row["makespan"], rel=1e-9), row["key"]
+        assert float(np.max(static.step_times_s(graph, seconds[None]))) == pytest.approx(row["makespan"], rel=1e-9), row["key"]

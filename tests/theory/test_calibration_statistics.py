@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from calibration.fit.build_profile import core_sharing, resuming_s
+from calibration.measure.delayed_streams import Pausing
+from calibration.measure.overlap import core_sharing_factor, resumed_s
+from calibration.rounds.pace import Pace, at_one_pace, usual_pace
+from calibration.rounds.turns import paced
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.rank_run import make_streams
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import HostOverhead
+from parsim.predict.evaluate import Evaluation, evaluate
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
+from tests.models import chain_model
 
 pytest.importorskip("torch")
 
@@ -27,18 +44,10 @@ from calibration.measure.communication_points import (
     overlap_stall,
     stalling_s,
 )
-from calibration.measure.overlap import (
-    MAX_CALLS,
-    MIN_CALLS,
-    MOST_HELD,
-    Ran,
-    computation_factor,
-    seconds_beside,
-    side_by_side,
-)
+from calibration.measure.overlap import MAX_CALLS, MIN_CALLS, MOST_HELD, Ran, computation_factor, seconds_beside, side_by_side
 from calibration.rounds.turns import in_turn
 from parsim.costs.communication.closed_forms import regimes_s
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import ProfileError
@@ -47,7 +56,7 @@ from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.program.task import COMPUTE, Resource
+from parsim.program.taskgraph import COMPUTE, Resource
 from parsim.work import Collective, Compute, Phase
 from tests.strategies import graph_of
 
@@ -507,3 +516,250 @@ def test_a_computation_is_held_up_for_as_long_as_the_operations_took(slower: flo
     timeline = static.simulate(graph, [computing_s, computing_s, alone_s], overlap=factors)
     lost_s = longer * alone_s * (1 - 1 / slower)
     assert timeline.makespan_s == pytest.approx(computing_s + lost_s, rel=1e-9)
+
+
+# Measurements at one pace: what is left when cores flip between two speeds, and what is said where nobody looked.
+
+FAST_S, SLOW_S = 6e-3, 10e-3
+
+
+def flipping(rounds: int, *, noise: float = 0.0) -> dict[str, Any]:
+    """Two ranks whose cores are fast or slow, each by itself from round to round; a step of 1 s at a pace of 8 ms."""
+    rng = np.random.default_rng(5)
+    ranks = []
+    for _ in range(2):
+        paces = rng.choice([FAST_S, SLOW_S], size=rounds)
+        sweeps = []
+        for number, pace in enumerate(paces):
+            seconds = pace / 8e-3 * np.exp(noise * rng.standard_normal())
+            what = {"model": 0, "samples": 4, "ranks_active": 2, "optimizer": "sgd", "round": number}
+            rest = {"gap_s": 0.1 * seconds, "rest_s": 0.0, "wall_s": seconds, "cpu_s": seconds}
+            sweeps.append({**what, "seconds": [seconds], **rest, "pace_s": [pace, pace]})
+        ranks.append(
+            {"sweeps": sweeps, "shards": [{"model": 0, "pace_s": [SLOW_S, SLOW_S], "parts": []}], "device": {"name": "x"}}
+        )
+    return {"ranks": ranks, "cases": []}
+
+
+def test_at_one_pace_cores_that_flip_are_steady() -> None:
+    raw = flipping(40)
+    usual = usual_pace(raw)
+    assert usual is not None
+    assert usual.alone_s == usual.together_s == pytest.approx(np.mean([s["pace_s"] for r in raw["ranks"] for s in r["sweeps"]]))
+    steady = at_one_pace(raw, usual)
+    for rank in steady["ranks"]:
+        for sweep in rank["sweeps"]:
+            assert sweep["seconds"] == [pytest.approx(usual.together_s / 8e-3)]
+            assert sweep["gap_s"] == pytest.approx(0.1 * sweep["wall_s"])
+            assert sweep["cpu_s"] == sweep["wall_s"]
+    assert [rank["shards"] for rank in steady["ranks"]] == [rank["shards"] for rank in raw["ranks"]]
+
+
+def test_each_level_has_its_own_pace() -> None:
+    sweeps = [
+        {"ranks_active": level, "pace_s": [pace - 1e-3, pace + 1e-3], "seconds": [1.0]}
+        for level, pace in ((1, 4e-3), (2, 8e-3), (1, 6e-3))
+    ]
+    raw = {
+        "ranks": [
+            {
+                "sweeps": [
+                    {**sweep, "gap_s": 0, "rest_s": 0, "wall_s": 1, "cpu_s": 1, "load_again_s": sweep["seconds"][0]}
+                    for sweep in sweeps
+                ]
+            }
+        ]
+    }
+    assert usual_pace(raw) == Pace(5e-3, 8e-3)
+    steady = at_one_pace(raw, usual_pace(raw))["ranks"][0]["sweeps"]
+    found = [sweep["seconds"][0] for sweep in steady]
+    assert found == [sweep["load_again_s"] for sweep in steady]
+    assert found == pytest.approx([5 / 4, 1.0, 5 / 6])
+
+
+def test_a_look_counts_for_what_it_tells() -> None:
+    """Looks that are all noise change nothing; of half noise, half of their distance counts, and the mean step stays."""
+    rng = np.random.default_rng(3)
+
+    def told(noise: float, speed: float = 0.2) -> tuple[Pace, list[float]]:
+        sweeps = []
+        for _ in range(4000):
+            true = 8e-3 * np.exp(speed * rng.standard_normal())
+            looks = (true * np.exp(noise * rng.standard_normal(2))).tolist()
+            rest = {"gap_s": 0.0, "rest_s": 0.0, "wall_s": 1.0, "cpu_s": 1.0}
+            sweeps.append({"ranks_active": 2, "pace_s": looks, "seconds": [true / 8e-3], **rest})
+        raw = {"ranks": [{"sweeps": sweeps}]}
+        usual = usual_pace(raw)
+        assert usual is not None
+        return usual, [sweep["seconds"][0] for sweep in at_one_pace(raw, usual)["ranks"][0]["sweeps"]]
+
+    assert told(0.0)[0].probe_reliability == pytest.approx(1.0)
+    assert told(0.2, speed=0.0)[0].probe_reliability < 0.1
+    usual, seconds = told(0.2)
+    assert usual.probe_reliability == pytest.approx(2 / 3, abs=0.05)
+    assert np.std(np.log(seconds)) == pytest.approx(0.2 * np.sqrt(1 / 3), rel=0.1)
+    assert np.mean(seconds) == pytest.approx(np.mean(np.exp(0.2 * rng.standard_normal(4000))), rel=0.03)
+
+
+def test_every_timing_of_a_nested_entry_is_divided() -> None:
+    raw = {
+        "ranks": [
+            {
+                "collectives": [{"seconds": [[1.0, 2.0], [3.0, 4.0]], "pace_s": [3e-3, 5e-3]}],
+                "overlap": [
+                    {"computation": [1.5], "communication_s": [2.0, 4.0], "pace_s": [3e-3, 5e-3]},
+                    {"communication_s": [1.0]},
+                ],
+            }
+        ]
+    }
+    (rank,) = at_one_pace(raw, Pace(1e-3, 2e-3))["ranks"]
+    assert rank["collectives"][0]["seconds"] == [[0.5, 1.0], [1.5, 2.0]]
+    assert rank["overlap"] == [
+        {"computation": [1.5], "communication_s": [1.0, 2.0], "pace_s": [3e-3, 5e-3]},
+        {"communication_s": [1.0]},
+    ]
+
+
+def test_the_profile_says_how_much_of_the_ranks_noise_the_pace_explains() -> None:
+    raw = flipping(400, noise=0.05)
+    usual = usual_pace(raw)
+    found = noise_of(raw, usual, at_one_pace(raw, usual))
+    assert found.probe is not None
+    assert found.rank_sigma == rank_sigma(raw) > 0.2
+    assert found.probe.rank_sigma == pytest.approx(0.05, rel=0.1)
+
+
+def test_where_nobody_looked_all_is_as_it_was() -> None:
+    raw = flipping(4)
+    for rank in raw["ranks"]:
+        rank["sweeps"] = [{key: value for key, value in sweep.items() if key != "pace_s"} for sweep in rank["sweeps"]]
+    assert usual_pace(raw) is None
+    assert at_one_pace(raw, None) is raw
+    assert noise_of(raw, None, raw).probe is None
+
+
+def test_a_stretch_has_the_paces_before_and_after_it() -> None:
+    class Clock(SpeedProbe):
+        """Takes 1 ms, then 3, then 5."""
+
+        def __init__(self) -> None:
+            self.next_s = -1e-3
+
+        def seconds(self) -> float:
+            self.next_s += 2e-3
+            return self.next_s
+
+    blocks = [lambda: [{"a": 1}, {"a": 2}], lambda: [{"a": 3}]]
+    found = list(paced(blocks, Clock()))
+    assert [entry["a"] for entry in found] == [1, 2, 3]
+    assert [entry["pace_s"] for entry in found] == [pytest.approx(pair) for pair in ([1e-3, 3e-3], [1e-3, 3e-3], [3e-3, 5e-3])]
+    assert list(paced(blocks, None)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+# Computation that resumes after its rank waited for communication: which tasks do, what they cost, how it is measured.
+
+RESUME_S = 0.125
+
+
+def found(family: str, ranks: int, post_wait_s: float, *, engine: str = "static") -> Evaluation:
+    host = HostOverhead(task_s=0.0, step_s=0.0, post_wait_s=post_wait_s, source="throughput")
+    profile = load_profile("dgx1-v100-32gb").model_copy(update={"host": host})
+    model = chain_model((4e9, 8e9, 6e9, 4e9), elements=400_000)
+    problem = PlanningProblem(model=model, cluster=cluster_from_profile(profile, ranks), global_batch=64)
+    plan = next(plan for plan in FAMILIES[family](problem) if plan.world_size == ranks)
+    return evaluate(problem, plan, samples=20, fold=False, engine=engine)
+
+
+def test_a_rank_alone_never_waits() -> None:
+    assert found("single", 1, RESUME_S).result.step_s == found("single", 1, 0.0).result.step_s
+
+
+def test_the_optimizer_waits_for_the_gradients_and_nothing_else_does() -> None:
+    plain, resumed = found("dp", 2, 0.0), found("dp", 2, RESUME_S)
+    assert resumed.result.step_s.median == pytest.approx(plain.result.step_s.median + RESUME_S, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["static", "dynamic"])
+def test_both_ends_of_a_pipeline_wait_for_every_microbatch(engine: str) -> None:
+    """Tasks that depend on a transfer take RESUME_S more, all others what they took."""
+    plain, resumed = found("mp", 2, 0.0, engine=engine), found("mp", 2, RESUME_S, engine=engine)
+    graph = plain.graph
+    communicates = plain.compiled.columns.communicates
+    waits = [any(communicates[need] for need in task.dependencies) and not communicates[task.index] for task in graph.tasks]
+    seconds = [np.array([entry.estimates[unit].median_s for unit in entry.compiled.columns.unit]) for entry in (plain, resumed)]
+    np.testing.assert_allclose(seconds[1] - seconds[0], np.where(waits, RESUME_S, 0.0), rtol=0, atol=1e-12)
+    first = {
+        (task.work.component, task.work.phase)
+        for task, late in zip(graph.tasks, waits, strict=True)
+        if late and isinstance(task.work, Compute)
+    }
+    assert len(first) == 2, "the forward of the second stage's first component, the backward of the first stage's last"
+    assert {phase for _, phase in first} == {Phase.FORWARD, Phase.BACKWARD}
+    assert sum(waits) == 2 * plain.result.plan.microbatches
+
+
+def test_units_that_resume_are_units_of_their_own() -> None:
+    columns = found("mp", 2, 0.0).compiled.columns
+    split = columns.resuming()
+    assert [split.units[unit].work for unit in split.unit] == [columns.units[unit].work for unit in columns.unit]
+    assert len({(unit.work, unit.rank, unit.resumes) for unit in split.units}) == len(split.units)
+    assert split.graph == columns.graph
+
+
+def test_what_a_step_with_pauses_takes_longer() -> None:
+    assert resumed_s([1.0, 2.0, 3.0], [7.0, 2.5, 3.1]) == pytest.approx(0.3)
+    assert resumed_s([1.0], [2.0]) == 0.0, "the first never waits"
+
+
+def test_the_median_counts_and_is_never_a_gain() -> None:
+    def raw(*seconds: float) -> dict[str, object]:
+        return {"ranks": [{"resume": [{"model": 0, "samples": 8, "seconds": value} for value in seconds]}, {}]}
+
+    assert resuming_s(raw(1e-4, 3e-4, 9.0)) == 3e-4
+    assert resuming_s(raw(-1e-4, -3e-4, 9.0)) == 0.0
+    assert resuming_s(raw()) == 0.0
+
+
+def _busy() -> None:
+    """Ten milliseconds of the processor's."""
+    end_s = time.thread_time() + 0.01
+    while time.thread_time() < end_s:
+        pass
+
+
+def test_computations_wait_for_the_call_before_them() -> None:
+    streams = Pausing(make_streams(torch.device("cpu")))
+    said: list[str] = []
+
+    def call() -> None:
+        time.sleep(0.02)
+        said.append("call")
+
+    try:
+        for before in (None, call):
+            streams.before = before
+            for number in range(3):
+                streams.compute(number, COMPUTE, [], lambda number=number: said.append(str(number)))  # type: ignore[misc]
+            times = {entry.task: entry for entry in streams.finish()}
+            assert sorted(times) == [0, 1, 2], "calls are nobody's task"
+            gaps = [times[number].ready_s - times[number - 1].end_s for number in (1, 2)]
+            assert all(gap > 0.019 for gap in gaps) if before else all(gap < 0.019 for gap in gaps)
+            assert len(streams.computed_s) == 3, "of this step alone"
+            assert max(streams.computed_s) < 0.019, "the wait is not work of the processor's"
+        streams.compute(3, COMPUTE, [], _busy)
+        assert streams.computed_s[0] >= 0.01
+        streams.finish()
+    finally:
+        streams.close()
+    assert said == ["0", "1", "2", "0", "call", "1", "call", "2"]
+
+
+def test_crowding_is_the_median_of_ratios_and_never_a_gain() -> None:
+    def raw(*ratios: float) -> dict[str, object]:
+        return {"ranks": [{"crowding": [{"model": 0, "samples": 8, "ratio": ratio} for ratio in ratios]}, {}]}
+
+    assert core_sharing(raw(1.02, 1.06, 3.0)) == 1.06
+    assert core_sharing(raw(0.9, 0.98)) == 1.0
+    assert core_sharing(raw()) == 1.0
+    assert core_sharing_factor([(1.0, 1.2), (2.0, 2.0), (1.0, 1 / 1.2)]) == pytest.approx(1.0)

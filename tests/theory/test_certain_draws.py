@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parsim.errors import TraceError
-from parsim.model.trace.trace import record
+from parsim.model.build import record
 
 Drops = Callable[[Tensor, float], object]
 CERTAIN: dict[str, tuple[Drops, float, bool]] = {

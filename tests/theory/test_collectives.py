@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.costs.communication.algorithms import line_at, protocol_lines
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
 from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
-from parsim.costs.communication.intranode import choose_protocol, protocol_lines
-from parsim.costs.communication.regime_fits import fit_regimes
+from parsim.costs.communication.measured import fit_regimes
+from parsim.costs.estimate import Estimate
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced
 from parsim.hardware.topology import Link, Topology
+from parsim.units import GIB, MIB
 from parsim.work import COLLECTIVES, Collective, SendRecv
 
 sizes = st.integers(min_value=0, max_value=2**33)
@@ -164,9 +167,9 @@ def test_nothing_passes_through_another_device() -> None:
 
 
 def test_paths_over_the_pcie_tree(dgx1: Cluster) -> None:
-    kinds = [link.kind for link in dgx1.topology.path("gpu0", "gpu5", without_kind="nvlink")]
-    assert kinds == ["pcie", "pcie", "smp", "pcie", "pcie"]
-    assert [link.kind for link in dgx1.topology.path("gpu0", "gpu1", without_kind="nvlink")] == ["pcie", "pcie"]
+    tree = Topology(tuple(link for link in dgx1.topology.links if link.kind != "nvlink"))
+    assert [link.kind for link in tree.path("gpu0", "gpu5")] == ["pcie", "pcie", "smp", "pcie", "pcie"]
+    assert [link.kind for link in tree.path("gpu0", "gpu1")] == ["pcie", "pcie"]
     assert dgx1.topology.socket_of("gpu3") == "socket0"
     assert dgx1.topology.socket_of("gpu4") == "socket1"
 
@@ -279,9 +282,9 @@ def test_the_cheaper_algorithm_is_chosen() -> None:
     lines = protocol_lines("all_reduce", EIGHT, model)
     chosen = []
     for size in (0, 10**3, 10**5, 10**6, 10**7, 10**9):
-        seconds, name = choose_protocol(lines, size)
+        line, at_bytes, name = line_at(lines, size)
         chosen.append(name.algorithm)
-        assert seconds == pytest.approx(min(line.latency_s + line.seconds_per_byte * size for line in lines), rel=1e-12)
+        assert line.seconds_at(at_bytes) == pytest.approx(min(each.seconds_at(size) for each in lines), rel=1e-12)
     assert chosen == ["tree", "tree", "tree", "ring", "ring", "ring"]
 
 
@@ -310,7 +313,8 @@ def test_the_choice_follows_the_tuner_and_stays_monotone(data: st.DataObject) ->
     lines = protocol_lines("all_reduce", EIGHT, model_of(*protocols))
     before = 0.0
     for size in (0, 10, 10**3, 10**4, 10**5, 3 * 10**5, 10**6, 10**7, 10**8, 10**10):
-        seconds, chosen = choose_protocol(lines, size)
+        line, at_bytes, chosen = line_at(lines, size)
+        seconds = line.seconds_at(at_bytes)
         tuner = {line.protocol.protocol: line.tuner_latency_s + line.tuner_seconds_per_byte * size for line in lines}
         assert tuner[chosen.protocol] == pytest.approx(min(tuner.values()), rel=1e-9)
         line = next(line for line in lines if line.protocol is chosen)
@@ -425,3 +429,72 @@ def test_contention_on_measured_lines_is_a_term_of_its_own() -> None:
 def test_one_size_is_not_enough() -> None:
     with pytest.raises(ProfileError, match="measured at 1 size"):
         fit_regimes(points_of(LINE, [1024, 1024]))
+
+
+# All 247 subsets of two or more GPUs of the cube mesh: what any all_reduce over them must obey, measured or not.
+
+GPUS = range(8)
+SUBSETS = [group for size in range(2, 9) for group in combinations(GPUS, size)]
+
+
+@cache
+def cluster() -> Cluster:
+    return cluster_from_profile(load_profile("dgx1-v100-32gb"))
+
+
+@cache
+def lanes() -> tuple[tuple[int, ...], ...]:
+    topology = cluster().topology
+    return tuple(tuple(topology.lanes(f"gpu{a}", f"gpu{b}", "nvlink") if a != b else 0 for b in GPUS) for a in GPUS)
+
+
+@cache
+def price(group: tuple[int, ...], size_bytes: int) -> Estimate:
+    return estimate_collective(Collective(operation="all_reduce", group=group, size_bytes=size_bytes), cluster())
+
+
+def inside(group: tuple[int, ...]) -> list[list[int]]:
+    return [[lanes()[a][b] for b in group] for a in group]
+
+
+def automorphisms() -> Iterator[tuple[int, ...]]:
+    """Renumberings of the eight GPUs that keep the number of lanes of every pair."""
+    for image in permutations(GPUS):
+        if all(lanes()[a][b] == lanes()[image[a]][image[b]] for a in GPUS for b in range(a)):
+            yield image
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size_bytes", [MIB, GIB])
+def test_subsets_that_are_alike_on_the_links_cost_the_same(size_bytes: int) -> None:
+    """Where rings of NVLinks exist; a relay also depends on the PCIe switches, which the symmetries of the cube do not keep."""
+    for image in automorphisms():
+        for group in SUBSETS:
+            if "relayed" not in price(group, size_bytes).detail:
+                renumbered = tuple(sorted(image[gpu] for gpu in group))
+                assert price(renumbered, size_bytes).median_s == price(group, size_bytes).median_s, (group, renumbered)
+
+
+def test_no_subset_is_faster_than_its_links() -> None:
+    """Bus bandwidth is at most the lanes of the device that has the fewest of them inside the group, times a lane's rate."""
+    rate = cluster().profile.link_kinds["nvlink"].bandwidth_bytes_per_s.value
+    for group in SUBSETS:
+        fewest = min(sum(row) for row in inside(group))
+        found = busbw_bytes_per_s("all_reduce", GIB, len(group), price(group, GIB).median_s)
+        if "relayed" not in price(group, GIB).detail:
+            assert found <= fewest * rate * (1 + 1e-9), group
+        else:
+            assert found <= cluster().profile.link_kinds["pcie"].bandwidth_bytes_per_s.value, group
+
+
+def test_a_group_without_a_ring_relays_and_says_so() -> None:
+    """A ring exists where there is a Hamiltonian cycle of NVLinks (an exhaustive search is the oracle); else PCIe is named,
+    and the uncertainty is wider."""
+    ringless = 0
+    for group in SUBSETS:
+        estimate = price(group, GIB)
+        has_ring = any(hamiltonian_cycles(inside(group)))
+        ringless += not has_ring
+        assert ("relayed over" in estimate.detail) == (not has_ring), group
+        assert ("communication:relay" in dict(estimate.parameters)) == (not has_ring), group
+    assert 0 < ringless < len(SUBSETS)

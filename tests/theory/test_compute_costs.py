@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.fit.operators import fit_operators
-from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.compute import ComputeCosts, interpolation_terms
 from parsim.costs.compute.formula import (
     ROOFLINE_BANDWIDTH_EFFICIENCY,
     ROOFLINE_COMPUTE_EFFICIENCY,
@@ -29,7 +29,6 @@ from parsim.costs.compute.launches import (
     unfused_attention,
     unfused_attention_backward,
 )
-from parsim.costs.compute.measured import interpolation_terms
 from parsim.costs.estimate import Estimate
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile

@@ -13,14 +13,15 @@ from strategies import random_durations_s, random_graph, timed_graphs
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.scenario.links import Lane, flow_of
-from parsim.engines.scenario.scenario import (
+from parsim.engines.scenario import (
     Conditions,
     Jitter,
+    Lane,
     LinkChange,
     Scenario,
     Straggler,
     conditions_for,
+    flow_of,
     jittered_s,
     parse_scenario,
 )
@@ -28,8 +29,7 @@ from parsim.errors import ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.program.columns import columns_of
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph, from_text
+from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph, from_text
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, Work, is_communication
 
@@ -61,7 +61,7 @@ def test_an_empty_scenario_gives_the_static_timeline(timed: tuple[TaskGraph, lis
 @pytest.mark.parametrize("overlap", [None, OVERLAP])
 def test_conditions_that_touch_nothing_give_the_static_timeline(overlap: OverlapFactors | None) -> None:
     """Every task runs through the paces, and none is changed: a straggler of another time, and links that nobody shares."""
-    later = Conditions(stragglers=(Straggler(rank=0, factor=3.0, from_s=1e9),), share_links=True)
+    later = Conditions(scenario=Scenario(stragglers=(Straggler(rank=0, factor=3.0, from_s=1e9),), share_links=True))
     for seed in range(1000):
         random = Random(seed)
         graph = random_graph(random)
@@ -150,7 +150,7 @@ def test_two_transfers_through_one_card_take_twice_their_bytes(size_bytes: int) 
     durations = [estimate_send_recv(work, PAIR).median_s for work in works]
     graph = at_once(list(works), 16)
     conditions = conditions_for(Scenario(share_links=True), columns_of(graph), PAIR)
-    both = estimate_send_recv(works[0], PAIR, [(0, 8), (1, 9)]).median_s
+    both = estimate_send_recv(works[0], PAIR, ((0, 8), (1, 9))).median_s
     assert both > durations[0]
     got = dynamic.simulate(graph, durations, conditions=conditions)
     np.testing.assert_allclose(got.end_s, both, rtol=1e-9)
@@ -167,7 +167,7 @@ def test_replicas_of_a_mesh_slow_one_another_as_their_price_says() -> None:
     graph = at_once(works, 16)
     conditions = conditions_for(Scenario(share_links=True), columns_of(graph), PAIR)
     got = dynamic.simulate(graph, durations, conditions=conditions)
-    wanted = estimate_collective(works[0], PAIR, groups).median_s  # type: ignore[arg-type]
+    wanted = estimate_collective(works[0], PAIR, tuple(groups)).median_s  # type: ignore[arg-type]
     np.testing.assert_allclose(got.end_s, wanted, rtol=1e-3)
     assert wanted > 1.5 * durations[0]
 
@@ -252,14 +252,15 @@ def test_a_straggler_is_waited_for(from_s: float, until_s: float | None, wanted:
 def test_a_step_that_begins_later_meets_the_later_conditions() -> None:
     scenario = Scenario(stragglers=(Straggler(rank=1, factor=2.0, from_s=3600.0),))
     for start_s, wanted in ((0.0, 3.0), (3600.0, 5.0), (3599.0, 4.0)):
-        conditions = conditions_for(scenario, columns_of(TWO_RANKS), DGX, start_s=start_s)
+        conditions = conditions_for(scenario.model_copy(update={"start_s": start_s}), columns_of(TWO_RANKS), DGX)
         assert dynamic.simulate(TWO_RANKS, [2.0, 2.0, 1.0], conditions=conditions).makespan_s == wanted
 
 
 def test_stragglers_for_good_are_longer_durations() -> None:
     """Bitwise: a computation or a load takes the factor of the slowest rank it runs on, communication what it took."""
     factors = (1.0, 1.5, 2.0, 1.25, 3.0, 1.0)
-    conditions = Conditions(stragglers=tuple(Straggler(rank=rank, factor=factor) for rank, factor in enumerate(factors)))
+    stragglers = tuple(Straggler(rank=rank, factor=factor) for rank, factor in enumerate(factors))
+    conditions = Conditions(scenario=Scenario(stragglers=stragglers))
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random, most_ranks=6)
@@ -312,7 +313,7 @@ def test_nothing_waits_on_a_rank_that_is_no_faster_than_before() -> None:
         random = Random(seed)
         graph = random_graph(random, most_ranks=6)
         durations = random_durations_s(random, len(graph.tasks), on_grid=False)
-        slow = Conditions(stragglers=tuple(Straggler(rank=rank, factor=1 + rank / 3) for rank in range(6)))
-        slower = Conditions(stragglers=tuple(Straggler(rank=rank, factor=1 + rank) for rank in range(6)))
+        slow = Conditions(scenario=Scenario(stragglers=tuple(Straggler(rank=rank, factor=1 + rank / 3) for rank in range(6))))
+        slower = Conditions(scenario=Scenario(stragglers=tuple(Straggler(rank=rank, factor=1 + rank) for rank in range(6))))
         spans = [dynamic.simulate(graph, durations, conditions=entry).makespan_s for entry in (None, slow, slower)]
         assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(spans))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from parsim.plans.averaging import Merged, merged_in_turn
 from parsim.plans.convergence import MOST_DRIFT, delayed_limit, drift, step_condition
+from parsim.plans.mixing import Merged, merged_in_turn
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, steps_of

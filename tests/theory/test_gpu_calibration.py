@@ -27,7 +27,7 @@ from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.execute.streams import Operation, TaskTime
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import COMPUTE
 from parsim.units import MIB
 from tests.virtual_cuda import VirtualDriver, VirtualEvent
 

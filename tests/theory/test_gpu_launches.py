@@ -1,8 +1,9 @@
-"""What a GPU launches for a component that was recorded on a CPU: autocast's casts and fp32, and rows that are not aligned."""
+"""What a GPU launches for recorded operators: bytes by hand, casts of autocast, rows that are not aligned, unfused kernels."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,17 +13,35 @@ from hypothesis import strategies as st
 from calibration.fit.composition import measured_parts
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import CPU_REACH, PRODUCT_PHASES, gpu_reach, operator_launches
-from parsim.costs.compute.gpu import gpu_launches
-from parsim.costs.compute.launches import Launch, component_launches
-from parsim.costs.compute.surfaces import SurfaceModel, gpu_terms_of, surface_seconds, terms_of
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.formula import component_kernels
+from parsim.costs.compute.launches import (
+    PASSES,
+    ComputeRequest,
+    Launch,
+    component_launches,
+    cuda_backward,
+    cuda_forward,
+    cuda_lowering,
+    cuda_operators,
+)
+from parsim.costs.compute.surfaces import SurfaceModel, surface_seconds, terms_of
 from parsim.errors import CostError, ProfileError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import profile_from_parts
+from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorPoint
-from parsim.model.component import Component
+from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, softmax_is_fused
+from parsim.model.catalogue.transformer import transformer
+from parsim.model.component import Component, Operator, narrow
+from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.work import Phase
+from parsim.work import NORM as NORM_PART
+from parsim.work import SCALE, ClipGradients, Mix, OptimizerStep, Phase
 from tests.measured_points import component_point
+from tests.models import gpt
 from tests.theory.test_operator_surfaces import point
 
 TOKENS, HIDDEN, VOCAB = 16, 32, 70
@@ -60,7 +79,7 @@ def named(model: Model, name: str) -> Component:
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_without_autocast_a_gpu_launches_what_a_cpu_does(model: Model, precision: str, phase: Phase) -> None:
     for component in model.components:
-        own = gpu_launches(component, phase, SAMPLES, precision=precision)
+        own = component_launches(component, phase, SAMPLES, precision=precision, on_gpu=True)
         assert own == component_launches(component, phase, SAMPLES, precision)
 
 
@@ -70,7 +89,7 @@ def test_a_loss_is_in_fp32_and_its_input_is_cast(model: Model) -> None:
     loss, logits = named(model, "loss"), SAMPLES * TOKENS * VOCAB
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         there, cpu = (
-            gpu_launches(loss, phase, SAMPLES, precision="amp_bf16"),
+            component_launches(loss, phase, SAMPLES, precision="amp_bf16", on_gpu=True),
             component_launches(loss, phase, SAMPLES),
         )
         assert elements(there, "softmax") == 2 * elements(cpu, "softmax")
@@ -81,20 +100,20 @@ def test_weights_biases_and_norms_are_cast_launch_by_launch(model: Model) -> Non
     """A layer of BERT: four products, each with a weight and a bias to cast, and two norms whose output a product reads."""
     layer = named(model, "layers.0")
     cpu = component_launches(layer, Phase.FORWARD, SAMPLES)
-    there = gpu_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16")
+    there = component_launches(layer, Phase.FORWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(there) == functions(cpu) + Counter(copy=4 + 4 + 2)
     weights, biases = 12 * HIDDEN**2, 9 * HIDDEN
     norms = 2 * SAMPLES * TOKENS * HIDDEN
     assert elements(there, "copy") == pytest.approx(6 / 4 * (weights + 2 * biases + norms))
     assert elements(there, "layer_norm") == 2 * elements(cpu, "layer_norm")
-    back = gpu_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16")
+    back = component_launches(layer, Phase.BACKWARD, SAMPLES, precision="amp_bf16", on_gpu=True)
     assert functions(back)["copy"] == 4 + 4 + 2, "gradients of weights and biases are widened, those of norms cast"
 
 
 def test_halves_of_a_backward_add_up_to_it(model: Model) -> None:
     for component in model.components:
         whole, first, second = (
-            functions(gpu_launches(component, phase, SAMPLES, precision="amp_fp16"))
+            functions(component_launches(component, phase, SAMPLES, precision="amp_fp16", on_gpu=True))
             for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         )
         assert first + second == whole
@@ -114,7 +133,7 @@ def test_unaligned_arithmetic_is_all_of_it_or_none(rows: int, columns: int, dept
         ("backward_input", (columns, depth)),
         ("backward_weight", (rows, columns)),
     ):
-        terms = gpu_terms_of("matmul", sizes, phase)
+        terms = terms_of("matmul", sizes, gpu_phase=phase)
         assert terms["unaligned"] == (0.0 if all(length % 8 == 0 for length in lengths) else arithmetic)
         assert terms["odd"] == (0.0 if all(length % 2 == 0 for length in lengths) else arithmetic)
         assert terms.items() >= terms_of("matmul", sizes).items()
@@ -125,7 +144,7 @@ def gpu_linear_points(phase: str) -> list[OperatorPoint]:
     found = []
     for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2)):
         if (launch.function, launch.phase) == ("linear", phase):
-            terms = gpu_terms_of("matmul", dict(launch.sizes), phase)
+            terms = terms_of("matmul", dict(launch.sizes), gpu_phase=phase)
             flop = 2 * (terms["arithmetic"] + terms["unaligned"] + 2 * terms["odd"])
             moved = 2 * (terms["output"] + terms["left"] + terms["right"])
             seconds = 3e-6 + flop / 4e14 + moved / 3e12
@@ -164,7 +183,7 @@ def test_a_gpu_measures_layers_as_models_have_them() -> None:
             for launch in operator_launches(quick=False, reach=gpu_reach(50 * GIB, 2))
             if (launch.function, launch.phase) == ("linear", phase)
         ]
-        terms = [gpu_terms_of("matmul", sizes, phase) for sizes in launches]
+        terms = [terms_of("matmul", sizes, gpu_phase=phase) for sizes in launches]
         unaligned = [entry["unaligned"] > 0 for entry in terms]
         assert 0.15 < np.mean(unaligned) < 0.35
         assert 0.05 < np.mean([entry["odd"] > 0 for entry in terms]) < 0.2
@@ -205,3 +224,237 @@ def test_kernels_of_a_gpu_may_contradict_one_another_more_often() -> None:
     kept, warnings = consistent_operators(odd, on_gpu=True)
     assert len(kept) + len(warnings) == len(points)
     assert len(kept) >= len(points) / 2
+
+
+# What a GPU launches for recorded operators: bytes counted by hand, and the sums that must hold.
+
+ELEMENTS = 1000
+
+
+def memory_bound(function: str, arrays: float, *, count: int = 1, batch: str = "batch", parameter_bytes: int = 0) -> Operator:
+    return Operator(
+        kind="memory_bound",
+        shape=(("elements", ELEMENTS),),
+        batch=batch,
+        forward_flop=0.0,
+        activation_bytes=int(4 * arrays * ELEMENTS),
+        parameter_bytes=parameter_bytes,
+        count=count,
+        function=function,
+    )
+
+
+MATMUL = Operator(
+    kind="matmul",
+    shape=(("m", 4), ("n", 8), ("k", 16)),
+    batch="rows",
+    forward_flop=2.0 * 4 * 8 * 16,
+    activation_bytes=4 * (4 * 16 + 4 * 8),
+    parameter_bytes=4 * 8 * 16,
+    function="",
+)
+DROPOUT = (memory_bound("bernoulli_", 2), memory_bound("div_", 2), memory_bound("mul", 3))
+NORM = memory_bound("native_layer_norm", 2, parameter_bytes=80)
+RESIDUAL = memory_bound("add", 3)
+
+
+def forward_bytes(operator: Operator, precision: str, **stream: bool) -> float:
+    return sum(kernel.size_bytes for kernel in cuda_forward(operator, 2, precision, **stream))
+
+
+def backward_bytes(operator: Operator, precision: str, **stream: bool) -> float:
+    halves = cuda_backward(operator, 2, precision, **stream)
+    return sum(kernel.size_bytes for half in halves for kernel in half)
+
+
+def test_a_dropout_is_one_launch_with_a_byte_of_mask() -> None:
+    (only,) = cuda_operators(DROPOUT)
+    for precision, width in (("fp32", 4), ("amp_fp16", 2)):
+        assert forward_bytes(only, precision) == backward_bytes(only, precision) == 2 * ELEMENTS * (2 * width + 1)
+
+
+def test_only_the_products_of_dropouts_disappear() -> None:
+    scaling, product = memory_bound("mul", 2, count=5), memory_bound("mul", 3, count=3)
+    kept = cuda_operators((memory_bound("bernoulli_", 2, count=2), memory_bound("div_", 2, count=2), product, scaling))
+    assert {(operator.function, operator.count) for operator in kept} == {("bernoulli_", 2), ("mul", 1), ("mul", 5)}
+
+
+def test_operators_without_dropout_stay_as_they_are() -> None:
+    operators = (MATMUL, memory_bound("div_", 2), memory_bound("mul", 3), NORM)
+    assert cuda_operators(operators) == operators
+
+
+def test_a_residual_adds_gradients_and_a_mask_hands_them_on() -> None:
+    assert backward_bytes(RESIDUAL, "fp32") == forward_bytes(RESIDUAL, "fp32") == 2 * ELEMENTS * 3 * 4
+    assert cuda_backward(memory_bound("add", 2), 2, "fp32") == ((), ())
+
+
+def test_autocast_computes_a_layer_norm_in_fp32_and_casts_its_output() -> None:
+    assert forward_bytes(NORM, "fp32") == 2 * ELEMENTS * 3 * 4
+    assert forward_bytes(NORM, "amp_fp16") == 2 * ELEMENTS * (3 * 4 + 6)
+    assert backward_bytes(NORM, "amp_fp16") == 2 * ELEMENTS * (7 * 4 + 6)
+
+
+def test_autocast_keeps_batch_norm_and_relu_in_half_precision() -> None:
+    for function in ("native_batch_norm", "relu", "gelu"):
+        operator = memory_bound(function, 2)
+        assert forward_bytes(operator, "amp_fp16") == forward_bytes(operator, "fp32") / 2
+        assert backward_bytes(operator, "amp_fp16") == backward_bytes(operator, "fp32") / 2
+
+
+def test_after_a_layer_norm_residuals_are_added_in_fp32() -> None:
+    for norm, width in ((NORM, 4 + 2 + 4), (memory_bound("native_batch_norm", 2), 3 * 2)):
+        (residual,) = cuda_lowering((MATMUL, norm)).forward(RESIDUAL, 2, "amp_fp16")
+        assert residual.size_bytes == 2 * ELEMENTS * width
+    assert forward_bytes(RESIDUAL, "amp_fp16", full_stream=True) == 2 * ELEMENTS * (4 + 2 + 4)
+    assert forward_bytes(RESIDUAL, "amp_fp16") == 2 * ELEMENTS * 3 * 2
+
+
+def test_weights_are_cast_once_each_way_whatever_the_samples() -> None:
+    for samples in (1, 64):
+        forward = cuda_forward(MATMUL, samples, "amp_fp16")
+        _, weights = cuda_backward(MATMUL, samples, "amp_fp16")
+        assert forward[-1].size_bytes == weights[-1].size_bytes == 6 * 8 * 16
+    assert len(cuda_forward(MATMUL, 1, "fp32")) == 1
+
+
+@given(function=st.sampled_from([*PASSES, "relu", "clone", "add", "mul", ""]), samples=st.integers(1, 512))
+def test_autocast_moves_fewer_bytes_only_where_it_computes_in_half(function: str, samples: int) -> None:
+    operator = memory_bound(function, 3)
+    for launches in (cuda_forward, lambda *given: sum(cuda_backward(*given), ())):
+        full = sum(kernel.size_bytes for kernel in launches(operator, samples, "fp32"))
+        half = sum(kernel.size_bytes for kernel in launches(operator, samples, "amp_fp16"))
+        if function in PASSES and PASSES[function].full:
+            assert half >= full
+        else:
+            assert full / 2 <= half <= full
+
+
+@pytest.mark.parametrize("name", ["resnet50", "bert", "gpt", "vit_b_16"])
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
+def test_the_halves_of_a_backward_are_the_backward_and_flop_do_not_change(name: str, precision: str) -> None:
+    for component in load_model(ModelSpec(name=name)).components[:4]:
+        whole, first, second = (
+            sum(kernel.count * kernel.size_bytes for kernel in on_gpu(component, phase, precision))
+            for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+        )
+        assert whole == pytest.approx(first + second, rel=1e-12)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            recorded = component_kernels(ComputeRequest(component=component, phase=phase, samples=8), precision)
+            assert flop(on_gpu(component, phase, precision)) == flop(recorded)
+
+
+def on_gpu(component: Component, phase: Phase, precision: str) -> tuple[Launch, ...]:
+    return component_kernels(ComputeRequest(component=component, phase=phase, samples=8), precision, "cuda")
+
+
+def flop(kernels: tuple[Launch, ...]) -> float:
+    return sum(kernel.count * kernel.flop for kernel in kernels)
+
+
+# What Megatron-LM before 2023 runs beside fused kernels: kernels of biases, copies of gradients, passes of a step.
+
+LAYER_HIDDEN, LAYER_TOKENS, LAYER_SAMPLES, HALF = 512, 128, 4, 2
+STREAM = LAYER_TOKENS * LAYER_SAMPLES * LAYER_HIDDEN * HALF
+"""Bytes of the residual stream of a microbatch."""
+
+
+def layers(granularity: str, *, bias: bool = True, kernels: bool = True, selective: bool = False) -> Model:
+    shape = replace(gpt("gpt", 1, LAYER_HIDDEN, 8, 1024), bias=bias)
+    software = replace(UNFUSED, bias_kernels=kernels, selective=selective)
+    return transformer(shape, software, SamplePart(tokens=LAYER_TOKENS, context=LAYER_TOKENS), granularity)
+
+
+def moved_bytes(components: list[Component], phase: Phase) -> float:
+    requests = [ComputeRequest(component=component, phase=phase, samples=LAYER_SAMPLES) for component in components]
+    return sum(kernel.size_bytes * kernel.count for asked in requests for kernel in component_kernels(asked, "bf16", "cuda"))
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("granularity", ["layer", "sublayer", "sequence"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_sums_gradients_of_its_biases_and_copies_those_of_queries_keys_and_values(
+    granularity: str, bias: bool, selective: bool
+) -> None:
+    """Forward: the bias of 3 h is added, read and written. Backward: 9 h are read for the sums, 3 h copied together."""
+
+    def extra(phase: Phase) -> float:
+        with_them, without = (
+            moved_bytes(list(layers(granularity, bias=bias, kernels=kernels, selective=selective).components), phase)
+            for kernels in (True, False)
+        )
+        return (with_them - without) / STREAM
+
+    assert extra(Phase.FORWARD) == pytest.approx(2 * 3 if bias else 0)
+    assert extra(Phase.BACKWARD) == pytest.approx((9 if bias else 0) + 2 * 3)
+
+
+def test_a_shard_has_its_part_of_them_and_the_sums_behind_the_residual_whole() -> None:
+    """Without sequence parallelism the stream is whole on every shard, so are the gradients of its two biases."""
+    added = []
+    for kernels in (True, False):
+        model = layers("sublayer", kernels=kernels)
+        parts = [narrow(model.component(f"h.0.{name}"), "tensor", 4) for name in ("attn", "mlp")]
+        added.append(moved_bytes(parts, Phase.BACKWARD) / STREAM)
+    assert added[0] - added[1] == pytest.approx((3 + 4 + 2 * 3) / 4 + 2)
+
+
+def test_newer_kernels_have_none_of_it() -> None:
+    assert UNFUSED.bias_kernels
+    assert not COMPILED.bias_kernels
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "fused"), [(8, 2048, True), (6, 2048, False), (3, 1024, False), (8, 2049, False), (56, 128, True)]
+)
+def test_the_fused_softmax_takes_heads_by_fours_and_keys_up_to_2048(heads: int, keys: int, fused: bool) -> None:
+    assert softmax_is_fused(heads, keys) is fused
+
+
+def costs(precision: str, profile: Profile | None = None, *, ema: bool = False) -> ComputeCosts:
+    numerics = Numerics(precision=precision, optimizer="adam_fused", ema=ema)
+    return ComputeCosts(profile or profile_from_parts("a100-sxm-80gb", 1), numerics)
+
+
+UPDATED = 2**31
+
+
+@pytest.mark.parametrize(("precision", "accesses"), [("fp32", 8), ("bf16", 11), ("amp_bf16", 8), ("amp_fp16", 10)])
+def test_clipping_moves_four_bytes_of_an_element_per_access(precision: str, accesses: int) -> None:
+    """Whatever else the step of that precision moves: casts of master weights, a scaled loss."""
+    priced = costs(precision)
+    device = cluster_from_profile(priced.profile, [0]).devices[0]
+    step = priced.optimizer(OptimizerStep(elements=UPDATED, tensors=1), device).median_s
+    for part, own in ((NORM_PART, 1), (SCALE, 2)):
+        clip = priced.arithmetic(ClipGradients(part=part, elements=UPDATED, tensors=1), device).median_s
+        assert clip / step == pytest.approx(own / accesses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "accesses"), [("fp32", 8), ("bf16", 11), ("amp_bf16", 8), ("amp_fp16", 10)])
+def test_averages_and_mixing_move_four_bytes_of_an_element_per_access(precision: str, accesses: int) -> None:
+    """Likewise: 5 accesses of mixing, 3 of moving averages of the weights."""
+    priced = costs(precision)
+    device = cluster_from_profile(priced.profile, [0]).devices[0]
+    work = OptimizerStep(elements=UPDATED, tensors=1)
+    step = priced.optimizer(work, device).median_s
+    mixed = priced.arithmetic(Mix(elements=UPDATED, copies=2, accesses=5), device)
+    assert mixed.median_s / step == pytest.approx(5 / accesses, rel=1e-6)
+    assert f"has {accesses}" in mixed.detail
+    averaged = costs(precision, ema=True).optimizer(work, device).median_s
+    assert averaged / step == pytest.approx(1 + 3 / accesses, rel=1e-6)
+
+
+def test_fp16_divides_gradients_by_the_scale_where_bf16_does_not() -> None:
+    part = profile_from_parts("a100-sxm-80gb", 1)
+    (name,) = part.device_types
+    entry = part.device_types[name]
+    types = {
+        name: entry.model_copy(update={"peak_flop_per_s": entry.peak_flop_per_s | {"fp16": entry.peak_flop_per_s["bf16"]}})
+    }
+    profile = part.model_copy(update={"device_types": types})
+    steps = {}
+    for precision in ("bf16", "fp16"):
+        priced = costs(precision, profile)
+        device = cluster_from_profile(profile, [0]).devices[0]
+        steps[precision] = priced.optimizer(OptimizerStep(elements=UPDATED, tensors=1), device).median_s
+    assert steps["fp16"] / steps["bf16"] == pytest.approx(13 / 11, rel=1e-4)

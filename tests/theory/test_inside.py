@@ -18,10 +18,9 @@ from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.component import Component, InnerExchange
-from parsim.model.divided import divided_model
+from parsim.model.divided import ExpertRouting, busiest_share, divided_model, places_visited
 from parsim.model.formats import Numerics
 from parsim.model.model import Model
-from parsim.model.routing import ExpertRouting, busiest_share, places_visited
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import CONTEXT_EXCHANGES, Plan, Stage

@@ -8,8 +8,7 @@ of ViT-B/16, BERT and GPT-medium. Leaves out the host, clocks, and whether a rea
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +20,8 @@ from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import gpu_reach, operator_launches
 from parsim.costs.compute.formula import KernelModel
 from parsim.costs.compute.launches import ComputeRequest, Launch
-from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_s, composition_of, launches_on
+from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_terms, composition_of
+from parsim.costs.estimate import folded_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.records import ComponentPoint
@@ -63,7 +63,7 @@ PASSES = {
     "accumulate": (0.0, 3.0),
     "bias_gradient": (0.0, 1.0),
 }
-"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.gpu` has them; else two and three."""
+"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.launches` has them; else two and three."""
 
 
 def kernel_of(launch: Launch) -> Launch:
@@ -136,7 +136,7 @@ class KnownGpu:
         measured = measured_parts(self.components, self.models, self.surfaces, gpu_precision=gpu_precision)
         byte_s = 1 / self.device.memory_bandwidth_bytes_per_s
         compositions = fit_compositions(measured, self.device.name, PRECISION, "s", byte_s=byte_s)
-        launched: Callable[..., Any] = launches_on("cuda" if gpu_precision else "cpu", PRECISION)
+        measured_in = PRECISION if gpu_precision else ""
         found = []
         for spec, samples in HELD_OUT:
             model, predicted_s, true_s = load_model(spec), 0.0, 0.0
@@ -144,9 +144,10 @@ class KnownGpu:
                 gradient = model.has_input_gradient(component)
                 for phase in PHASES:
                     parts = component_parts(
-                        component, phase, samples, self.surfaces, input_gradient=gradient, launched=launched
+                        component, phase, samples, self.surfaces, input_gradient=gradient, gpu_precision=measured_in
                     )
-                    predicted_s += composed_s(parts, composition_of(compositions, phase, self.device.name, PRECISION))
+                    composition = composition_of(compositions, phase, self.device.name, PRECISION)
+                    predicted_s += folded_s(composed_terms(parts, composition))
                     true_s += self.seconds(model, component.name, phase, samples)
             found.append(predicted_s / true_s - 1)
         return found

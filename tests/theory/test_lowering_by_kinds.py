@@ -20,11 +20,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.memory import with_offloaded
-from parsim.program.columns import Columns, columns_of
-from parsim.program.fold import Folding, unfolded
+from parsim.program.columns import Columns, Folding, columns_of, unfolded
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Task
+from parsim.program.taskgraph import Task
 from parsim.program.templates import Pieces, lower_columns
 from parsim.timeline import Timeline
 from tests.models import deep_model

@@ -15,8 +15,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE
-from parsim.program.taskgraph import from_text, to_text
+from parsim.program.taskgraph import COMPUTE, from_text, to_text
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 from tests.plans import MODEL, NAMES, plans
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from experiments.relaxed.clock import TIMINGS, random_stragglers, readings, round_seconds
 from experiments.relaxed.learning import spectral_gap
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import (
@@ -30,6 +33,7 @@ from parsim.plans.mixing import (
     predicted_consensus,
     stochastic_error,
 )
+from parsim.relaxed.dbench import METRICS, VarianceProfile, gini, mean_ranks
 
 UNDIRECTED = sorted(name for name, family in GRAPHS.items() if not family.directed)
 
@@ -292,3 +296,154 @@ def test_neighbours_are_those_of_a_lattice_that_exists() -> None:
     assert allowed_neighbours(9.7, 64) == 8
     assert [allowed_neighbours(wanted, 16, least=5) for wanted in (1, 5, 7, 8.5, 14, 15)] == [6, 6, 6, 8, 14, 15]
     assert Ada(n=16, start=9, least=5).neighbours(9) == 6, "at least `least`, which lies between two lattices"
+
+
+# The clock of replicas against its recursion written out, how a delay spreads, and what an exchange costs on machines.
+
+
+def written_out(timing: str, links: np.ndarray, steps: np.ndarray, exchange: float) -> np.ndarray:
+    """The rule of each timing, one replica at a time, from the definition."""
+    rounds, n = steps.shape
+    ready = [0.0] * n
+    for t in range(rounds):
+        senders = [{i} | {j for j in range(n) if links[i, j]} for i in range(n)]
+        if timing == "adapt_combine":
+            ready = [max(ready[j] + steps[t, j] for j in senders[i]) + exchange for i in range(n)]
+        elif timing == "combine_adapt":
+            ready = [max(ready[i] + steps[t, i], max(ready[j] for j in senders[i]) + exchange) for i in range(n)]
+        else:
+            ready = [max(ready[j] + steps[t, j] for j in range(n)) + exchange] * n
+    return np.array(ready)
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@given(st.sampled_from(["ring", "exponential", "star", "complete"]), st.integers(1, 9), st.integers(0, 999))
+def test_the_clock_is_its_recursion(timing: str, name: str, n: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    links, steps, exchange = mixing_graph(name, n)(0) != 0, rng.random((6, n)), float(rng.random())
+    ready, computed = list(islice(readings(timing, lambda t: links, lambda t: steps[t], lambda w: exchange, n), 6))[-1]
+    assert np.abs(ready - written_out(timing, links, steps, exchange)).max() <= 1e-12
+    assert np.abs(computed - steps.sum(0)).max() <= 1e-12
+    assert (ready - computed >= -1e-12).all()
+
+
+def test_a_delay_spreads_one_hop_per_round() -> None:
+    n, ring = 16, mixing_graph("ring", 16)
+
+    def steps(t: int) -> np.ndarray:
+        return np.where(np.arange(n) == 0, 1.0 if t else 5.0, 1.0)
+
+    rounds = readings("adapt_combine", ring, steps, lambda w: 0.0, n)
+    for hops, (ready, _) in enumerate(islice(rounds, 4), 1):
+        late = np.flatnonzero(ready > hops)
+        assert sorted((late + 8) % 16 - 8) == list(range(-hops, hops + 1))
+    everyone, _ = next(readings("all_reduce", ring, steps, lambda w: 0.0, n))
+    assert (everyone == 5.0).all()
+
+
+def test_combine_adapt_hides_an_exchange_shorter_than_a_step() -> None:
+    graph = mixing_graph("exponential", 8)
+    hidden = round_seconds("combine_adapt", graph, lambda t: 1.0, lambda w: 0.9, n=8, rounds=10)
+    shown = round_seconds("adapt_combine", graph, lambda t: 1.0, lambda w: 0.9, n=8, rounds=10)
+    longer = round_seconds("combine_adapt", graph, lambda t: 1.0, lambda w: 1.5, n=8, rounds=10)
+    assert (hidden, longer) == (1.0, 1.5)
+    assert shown == pytest.approx(1.9)
+
+
+@given(st.integers(0, 50), st.sampled_from(["ring", "one_peer_exponential", "complete"]))
+def test_waiting_for_neighbours_is_never_longer_than_waiting_for_all(seed: int, name: str) -> None:
+    steps = random_stragglers(12, probability=0.1, factor=4.0, seed=seed)
+    graph = mixing_graph(name, 12)
+    times = [
+        round_seconds(timing, graph, steps, lambda w: 0.0, n=12, rounds=30)
+        for timing in ("combine_adapt", "adapt_combine", "all_reduce")
+    ]
+    assert times[0] <= times[1] + 1e-12 <= times[2] + 2e-12
+    if name == "complete":
+        assert times[1] == pytest.approx(times[2])
+
+
+def test_random_stragglers_cost_a_ring_less_than_a_barrier() -> None:
+    steps = random_stragglers(64, probability=0.02, factor=3.0, seed=1)
+    ring = round_seconds("adapt_combine", mixing_graph("ring", 64), steps, lambda w: 0.0, n=64, rounds=100)
+    barrier = round_seconds("all_reduce", mixing_graph("ring", 64), steps, lambda w: 0.0, n=64, rounds=100)
+    assert 1.0 < ring < 0.75 * barrier
+
+
+def test_bad_input() -> None:
+    with pytest.raises(AlgorithmError, match="did you mean adapt_combine"):
+        next(readings("adapt_then_combine", lambda t: np.eye(2), lambda t: 1.0, lambda w: 0.0, 2))
+    with pytest.raises(AlgorithmError, match="seconds of a step must be finite and >= 0"):
+        next(readings("adapt_combine", lambda t: np.eye(2), lambda t: [1.0, -1.0], lambda w: 0.0, 2))
+
+
+# The metrics of DBench against their definitions, and ranks.
+
+positive = arrays(np.float64, st.integers(1, 20), elements=st.floats(0.01, 100))
+
+
+@given(positive)
+def test_gini_is_the_mean_absolute_difference(values: np.ndarray) -> None:
+    n = len(values)
+    double_sum = np.abs(values[:, None] - values[None, :]).sum() / (2 * n * n * values.mean())
+    assert gini(values) == pytest.approx(double_sum, abs=1e-12)
+    assert -1e-12 <= gini(values) <= (n - 1) / n
+    assert gini(7 * values) == pytest.approx(gini(values), abs=1e-12), "no unit"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
+def test_extremes(n: int) -> None:
+    one_hot = np.eye(n)[0]
+    assert gini(one_hot) == pytest.approx((n - 1) / n)
+    for name, metric in METRICS.items():
+        assert metric(np.full(n, 3.0)) == pytest.approx(0.0, abs=1e-15), name
+        assert metric(np.zeros(n)) == 0.0, name
+
+
+def test_definitions_on_one_to_eight() -> None:
+    values = np.arange(1.0, 9.0)
+    assert METRICS["dispersion_index"](values) == pytest.approx(5.25 / 4.5)
+    assert METRICS["coefficient_of_variation"](values) == pytest.approx(5.25**0.5 / 4.5)
+    assert METRICS["quartile_coefficient"](values) == pytest.approx((6.25 - 2.75) / 9.0)
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(0, 99))
+def test_metrics_go_tensor_by_tensor(n: int, tensors: int, seed: int) -> None:
+    values = np.random.default_rng(seed).random((n, tensors)) + 0.1
+    for metric in METRICS.values():
+        assert metric(values) == pytest.approx([float(metric(values[:, place])) for place in range(tensors)], abs=1e-12)
+
+
+def test_norms_can_agree_where_vectors_differ() -> None:
+    parameters = np.eye(4)
+    assert gini(np.linalg.norm(parameters, axis=1)) == pytest.approx(0.0)
+
+
+def profile(spread: float) -> VarianceProfile:
+    norms = np.ones((3, 4, 2))
+    norms[:, 0] += spread * np.array([[1.0], [2.0], [3.0]])
+    return VarianceProfile(
+        tensors=("a", "b"),
+        rounds=np.arange(3),
+        norms=norms,
+        consensus=np.full(3, spread),
+        consensus_after=np.zeros(3),
+    )
+
+
+def test_graphs_are_ranked_by_their_spread() -> None:
+    profiles = {"ring": profile(0.5), "complete": profile(0.0), "exponential": profile(0.1)}
+    for metric in ("consensus", "gini", "coefficient_of_variation", "dispersion_index", "quartile_coefficient"):
+        assert mean_ranks(profiles, metric) == {"ring": 3.0, "complete": 1.0, "exponential": 2.0}, metric
+    tied = mean_ranks({"a": profile(0.5), "b": profile(0.5), "c": profile(0.0)}, "consensus")
+    assert tied == {"a": 2.5, "b": 2.5, "c": 1.0}
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(AlgorithmError, match="unknown metric 'variance'; known: consensus, coefficient_of_variation"):
+        profile(0.1).metric("variance")
+    other = VarianceProfile(
+        tensors=("a",), rounds=np.arange(1), norms=np.ones((1, 4, 1)), consensus=np.ones(1), consensus_after=np.ones(1)
+    )
+    with pytest.raises(AlgorithmError, match="same rounds and tensors"):
+        mean_ranks({"a": profile(0.1), "b": other}, "gini")

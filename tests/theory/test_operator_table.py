@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 pytest.importorskip("expecttest", reason="torch's operator database needs it (the dev extra)")
 
-import torch.nn.functional as F  # noqa: E402
-from torch import randn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import randn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from parsim.model.operator_table import TABLE, UNLISTED, row_of  # noqa: E402
-from parsim.model.trace.operators import OperatorMode, RawOperator  # noqa: E402
-from parsim.model.trace.recorder import tensors_in  # noqa: E402
+from parsim.model.operator_table import TABLE, UNLISTED, row_of
+from parsim.model.trace.operators import OperatorMode, RawOperator
+from parsim.model.trace.recorder import tensors_in
 
 
 def operator_database() -> list[Any]:

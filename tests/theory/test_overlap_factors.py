@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.communication.closed_forms import factors_at, overlap_of
+from parsim.costs.communication.closed_forms import overlap_of
 from parsim.hardware.profile import Overlap, OverlapPoint
-from parsim.work import Collective, Compute, Phase, SendRecv
+from parsim.work import Collective
 
 
 def point(operation: str, size_bytes: int, compute: float, communication: float) -> OverlapPoint:
@@ -31,36 +31,8 @@ MEASURED = Overlap(
 )
 
 
-def held(factor: float) -> float:
-    """The share of the time in which computation stands still."""
-    return 1 - 1 / factor
-
-
 def reduce(size_bytes: int, operation: str = "all_reduce") -> Collective:
     return Collective(operation=operation, group=(0, 1), size_bytes=size_bytes)
-
-
-def test_sizes_between_points_lie_on_a_line_of_logarithms_and_outside_on_the_nearest() -> None:
-    between = 1 / (1 - (held(1.2) + held(2.2)) / 2)
-    assert factors_at(MEASURED, "all_reduce", 1000) == pytest.approx((between, 3.0))
-    assert factors_at(MEASURED, "all_reduce", 1) == pytest.approx((1.2, 4.0))
-    assert factors_at(MEASURED, "all_reduce", 10**9) == pytest.approx((2.2, 2.0))
-    assert factors_at(MEASURED, "all_gather", 10**9) == pytest.approx((1.1, 1.0))
-    assert factors_at(MEASURED, "send_recv", 1000) == pytest.approx((between, 3.0)), "as all_reduce, where it was not measured"
-
-
-def test_a_program_has_the_mean_by_time_of_what_it_sends() -> None:
-    works = [
-        Compute(component="c", phase=Phase.FORWARD, samples=1),
-        reduce(100),
-        reduce(10_000),
-        SendRecv(source=0, destination=1, size_bytes=1),
-    ]
-    found = overlap_of(MEASURED, works, [100.0, 3.0, 1.0, 0.0])
-    expected = 1 / (1 - (3 * held(1.2) + held(2.2)) / 4)
-    assert (found.compute, found.communication) == pytest.approx((expected, (3 * 4.0 + 2.0) / 4))
-    nothing = overlap_of(MEASURED, works[:1], [100.0])
-    assert (nothing.compute, nothing.communication) == (2.0, 3.0)
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=200))

@@ -6,12 +6,14 @@ import importlib.util
 import itertools
 import re
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import DeadlockError, PlanError
+from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import (
     PIPELINE_ORDERS,
     check_actions,
@@ -24,7 +26,14 @@ from parsim.plans.pipeline import (
     rank_of_stage,
     stages_by_rank,
 )
-from parsim.work import Phase
+from parsim.plans.plan import Plan, Stage
+from parsim.program.lifetimes import Pipeline, StageLink, ends, held_moments, message_groups, message_rooms
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import rank_tasks
+from parsim.work import Compute, Phase, SendRecv
+from tests.models import chain_model
+from tests.plans import MODEL, plans
 
 shapes = st.tuples(st.integers(1, 8), st.integers(1, 12)).flatmap(
     lambda pair: st.tuples(st.integers(0, pair[0] - 1), st.just(pair[0]), st.just(pair[1]))
@@ -306,3 +315,162 @@ def test_orders_of_one_stage_per_rank_are_torchs_own(order: str, ranks: int, mic
         assert [own for own in theirs[-1] if "F" in own] == [f"{ranks - 1}F{number + 1}" for number in range(microbatches)]
         theirs[-1] = [re.sub(r"F(\d+)", lambda found: f"F{int(found[1]) - 1}", own) for own in theirs[-1]]
     assert theirs == [list(map(str, pipeline_actions(order, rank, ranks, microbatches))) for rank in range(ranks)]
+
+
+# Room for what stages send one another: bounded, without a deadlock in any shipped order, and by hand for one.
+
+
+def chain_links(order: str, ranks: int, chunks: int, skips: frozenset[tuple[int, int]] = frozenset()) -> tuple[StageLink, ...]:
+    """Neighbouring stages, and `skips`, in both directions; none within a rank."""
+    place = rank_of_stage(order, ranks, chunks)
+    pairs = {(stage, stage + 1) for stage in range(ranks * chunks - 1)} | skips
+    return tuple(sorted(StageLink(*ends) for a, b in pairs if place[a] != place[b] for ends in ((a, b), (b, a))))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    order = draw(st.sampled_from(sorted(PIPELINE_ORDERS)))
+    row, ranks = PIPELINE_ORDERS[order], draw(st.integers(2, 5))
+    chunks = draw(st.sampled_from([count for count in (1, 2, 3) if row.takes(count)]))
+    microbatches = draw(st.integers(1, 4)) * (ranks if chunks > 1 else 1)
+    stages = ranks * chunks
+    pairs = st.tuples(st.integers(0, stages - 2), st.integers(1, stages - 1)).filter(lambda pair: pair[0] < pair[1])
+    skips = draw(st.frozensets(pairs, max_size=3))
+    return Pipeline(
+        order=order, ranks=ranks, microbatches=microbatches, chunks=chunks, links=chain_links(order, ranks, chunks, skips)
+    )
+
+
+@given(pipelines())
+@settings(max_examples=30)
+def test_every_shipped_order_ends_with_room_for_one_group_ahead(pipeline: Pipeline) -> None:
+    assert ends(pipeline, sends_wait=False)
+    if pipeline.chunks == 1:
+        assert ends(pipeline), "and where sends wait for one another too"
+
+
+@pytest.mark.parametrize("order", ["interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_orders_with_chunks_end_where_sends_wait(order: str, ranks: int) -> None:
+    for microbatches in (ranks, 2 * ranks):
+        links = chain_links(order, ranks, 2)
+        assert ends(Pipeline(order=order, ranks=ranks, microbatches=microbatches, chunks=2, links=links))
+
+
+def test_an_order_in_which_sends_would_wait_for_ever_is_recognised() -> None:
+    order = "zero-bubble"
+    stuck = Pipeline(order=order, ranks=5, microbatches=10, chunks=3, links=chain_links(order, 5, 3))
+    assert ends(stuck, sends_wait=False)
+    assert not ends(stuck)
+
+
+@given(pipelines(), st.data())
+@settings(max_examples=30)
+def test_of_every_stream_at_most_one_group_lies_ahead_where_reads_are_in_order(pipeline: Pipeline, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, pipeline.ranks - 1))
+    for other in range(pipeline.ranks):
+        if other == rank:
+            continue
+        found = message_groups(pipeline, other, rank)
+        assert all(group.room <= group.read for group in found), "there is room before the action that waits for it"
+        rooms = [group.room for group in found]
+        assert rooms == sorted(rooms), "in the order of the stream"
+        if [group.read for group in found] == sorted(group.read for group in found):
+            actions = pipeline_actions(pipeline.order, rank, pipeline.ranks, pipeline.microbatches, pipeline.chunks)
+            for number in range(len(actions)):
+                assert sum(group.room <= number < group.read for group in found) <= 1
+
+
+def beside(pipeline: Pipeline, rank: int) -> list[tuple[str, list[int], list[int]]]:
+    """By moment of a rank what runs, and the messages for which there is room, and that are held."""
+    moments = held_moments(pipeline, rank)
+    runs = [phase.value for _, phase, _ in moments.kinds]
+    return list(zip(runs, moments.arriving.tolist(), moments.leaving.tolist(), strict=True))
+
+
+def test_the_last_stage_of_1f1b_by_hand() -> None:
+    """F0 B0 F1 B1: while F0 runs there is room for the value of F1, and its gradient is held while F1 runs."""
+    pipeline = Pipeline(order="1f1b", ranks=2, microbatches=2, links=(StageLink(0, 1), StageLink(1, 0)))
+    assert beside(pipeline, 1) == [
+        ("forward", [1], [0]),
+        ("backward", [1], [0]),
+        ("forward", [0], [1]),
+        ("backward", [0], [1]),
+    ]
+    assert beside(pipeline, 0) == [  # F0 F1 B0 B1
+        ("forward", [1], [0]),
+        ("forward", [1], [1]),
+        ("backward", [1], [1]),
+        ("backward", [0], [0]),
+    ]
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_one_microbatch_has_room_for_its_gradient_and_holds_its_value_to_the_backward(order: str) -> None:
+    pipeline = Pipeline(order=order, ranks=2, microbatches=1, links=(StageLink(0, 1), StageLink(1, 0)))
+    assert beside(pipeline, 0) == [("forward", [1], [0]), ("backward", [0], [0])]
+
+
+# What ranks wait for so that their messages lie at most one group ahead adds no cycle to the program of a step.
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_room_for_messages_adds_no_cycle(plan: Plan) -> None:
+    """Placed components, conversions, halves, chunks and ZeRO included: a value may be sent by a rank that did not make it."""
+    assume(plan.mesh.pp > 1 and plan.mesh.cp == 1)
+    try:
+        layout = PlanIndex(plan, MODEL)
+    except PlanError:
+        assume(False)
+    graph = lower(plan, MODEL)
+    after = {task.index: set(task.dependencies) for task in graph.tasks}
+    last: dict[tuple[int, str], int] = {}
+    for task in graph.tasks:
+        for resource in task.resources:
+            place = (resource.rank, resource.stream)
+            if place in last:
+                after[task.index].add(last[place])
+            last[place] = task.index
+    for rank in range(plan.world_size):
+        rooms = message_rooms(rank_tasks(graph, rank), layout, rank)
+        for index, before in rooms.awaited.items():
+            after[index].update(before)
+    assert len(list(TopologicalSorter(after).static_order())) == len(graph.tasks)  # raises CycleError for a cycle
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_every_receive_has_room_once(data: st.DataObject) -> None:
+    plan = data.draw(plans().filter(lambda plan: plan.mesh.pp > 1 and plan.mesh.cp == 1))
+    layout, graph = PlanIndex(plan, MODEL), lower(plan, MODEL)
+    for rank in range(plan.world_size):
+        tasks = rank_tasks(graph, rank)
+        rooms = message_rooms(tasks, layout, rank)
+        given_room = [task.index for task in (*rooms.first, *(task for some in rooms.behind.values() for task in some))]
+        received = [task.index for task, stream, _ in tasks if stream.startswith("pp<")]
+        assert sorted(given_room) == sorted(received)
+
+
+def test_a_second_forward_waits_until_the_value_is_sent_that_is_given_up_before_it() -> None:
+    """Else it would still be there where the link is slow, and to the end of the step if it was sent later still."""
+    model = chain_model((1e6,) * 4)
+    names, mesh = tuple(component.name for component in model.components), Mesh(pp=2)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=(
+            Stage(components=names[:2], ranks=mesh.stage_ranks(0)),
+            Stage(components=names[2:], ranks=mesh.stage_ranks(1)),
+        ),
+        global_batch=8,
+        pipeline_order="gpipe",
+        recompute="full",
+    )
+    layout = PlanIndex(plan, model)
+    tasks = rank_tasks(lower(plan, model), 0)
+    rooms = message_rooms(tasks, layout, 0)
+    again = next(task for task, _, _ in tasks if isinstance(task.work, Compute) and task.work.phase is Phase.RECOMPUTE)
+    sent = [task.index for task, _, _ in tasks if isinstance(task.work, SendRecv) and task.work.source == 0]
+    assert rooms.forgotten[again.index] == sent
+    assert rooms.awaited[again.index] == sent

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs import Costs, Estimate
 from parsim.costs.adjustments import ADJUSTMENTS, COMPUTATION
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.costs import price
-from parsim.costs.estimate import Term, folded_s, running_totals_s
+from parsim.costs.costs import Costs, price
+from parsim.costs.estimate import Estimate, Term, folded_s, running_totals_s
 from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -189,7 +188,7 @@ def questions(draw: st.DrawFn) -> tuple[Costs, Work, int, tuple[tuple[int, ...],
     return costs, work, draw(st.integers(0, cluster.size - 1)), beside, draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(questions())
 def test_every_price_is_recomputed_from_its_terms(
     question: tuple[Costs, Work, int, tuple[tuple[int, ...], ...], bool],
@@ -268,8 +267,7 @@ def test_every_adjustment_says_what_it_is() -> None:
     assert len({adjustment.name for adjustment in ADJUSTMENTS}) == len(ADJUSTMENTS)
     for adjustment in ADJUSTMENTS:
         assert adjustment.applies_to
-        assert adjustment.sentence.endswith(".")
-        assert adjustment.source
+        assert "Source:" in (adjustment.term.__doc__ or "")
 
 
 def test_terms_that_do_not_make_the_median_are_refused() -> None:
@@ -299,7 +297,7 @@ def test_contention_is_a_term_of_its_own_and_leaves_the_latency() -> None:
     """Two groups whose rings cross the same network cards: the bytes take longer than alone, the latency does not."""
     work = Collective(operation="all_reduce", group=(0, 8), size_bytes=2**26)
     alone = estimate_collective(work, cluster())
-    beside = estimate_collective(work, cluster(), [(0, 8), (1, 9), (2, 10), (3, 11)])
+    beside = estimate_collective(work, cluster(), ((0, 8), (1, 9), (2, 10), (3, 11)))
     by_name = [{term.name: term.value for term in estimate.terms} for estimate in (alone, beside)]
     assert "contention" not in by_name[0]
     assert by_name[1]["contention"] > 0

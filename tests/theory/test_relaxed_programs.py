@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from parsim.costs.communication.internode import exchange_seconds
+from parsim.costs.communication.algorithms import exchange_seconds
 from parsim.engines import static
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import unrolled
@@ -27,10 +27,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
 from parsim.predict.evaluate import evaluate, simulated_step
-from parsim.predict.nearly_alike import NEARLY
+from parsim.predict.folding import NEARLY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import mixing_period, step_program
-from parsim.program.columns import columns_of
+from parsim.program.columns import columns_of, unfolded
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import TaskGraph
@@ -130,8 +130,9 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     """The Program run by the dynamic engine without unrolling ends when the cycle written out as one graph ends."""
     plan = plan_of(problem, text)
     layout = problem.layout(plan)
-    period = mixing_period(problem, layout)
-    program = step_program(layout, period.overlap)
+    folding, local_steps = unfolded(plan.mesh), plan.synchronisation.round_steps - 1
+    period = mixing_period(problem, layout, folding)
+    program = step_program(layout, folding, period.overlap, local_steps=local_steps)
     graph = unrolled(program)
     price = {
         (unit.work, unit.rank): estimate.median_s
@@ -141,12 +142,11 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     def seconds(some: TaskGraph) -> np.ndarray:
         return np.array([price[task.work, task.resources[0].rank] for task in some.tasks])
 
-    plain = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
-    ran = run_program(program, lambda part, step: seconds(part.graph))
+    plain = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    ran = run_program(program, [seconds(part.graph) for part in program.steps])
     assert ran.makespan_s == pytest.approx(plain, rel=1e-12)
     steps = len(program.steps)
     assert steps == plan.synchronisation.period_steps * len(plan.synchronisation.cycle(4))
-    assert program.rounds == len(plan.synchronisation.cycle(4))
     found = simulated_step(problem, plan).steady_s
     if plan.synchronisation.kind == "merge":
         assert found < plain / steps  # its first cycle, in which replicas come to their distance, is left out
@@ -163,7 +163,10 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
     plan = plan_of(problem, f"merge/{period}", dp=replicas)
     layout = problem.layout(plan)
     assert len(layout.buckets) == 1
-    program = step_program(layout, mixing_period(problem, layout).overlap, repeat=5)
+    folding = unfolded(plan.mesh)
+    overlap = mixing_period(problem, layout, folding).overlap
+    cycle = step_program(layout, folding, overlap, local_steps=period - 1)
+    program = replace(cycle, parts=cycle.parts * 5)
     mix_s, paces = 0.5, [1.0, 1.3, 0.7, 1.1][:replicas]
 
     def seconds(graph: TaskGraph) -> np.ndarray:
@@ -174,8 +177,8 @@ def test_merging_in_turn_is_the_recurrence_of_its_turns(
         return np.array(found)
 
     graph = unrolled(program)
-    ended = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
-    assert run_program(program, lambda part, step: seconds(part.graph)).makespan_s == pytest.approx(ended, rel=1e-12)
+    ended = static.step_times_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    assert run_program(program, [seconds(part.graph) for part in program.steps]).makespan_s == pytest.approx(ended, rel=1e-12)
 
     updates = sum(isinstance(task.work, OptimizerStep) for task in program.steps[0].graph.tasks) // replicas
     free, handed = [0.0] * replicas, 0.0
@@ -205,7 +208,7 @@ def test_longer_periods_approach_independent_training(problem: PlanningProblem) 
     alone = replace(plan_of(problem, "average/1"), synchronisation=Synchronisation(kind="average", period_steps=4096))
     local = lower(alone, problem.model, local=True)
     estimates = problem.price([(task.work, task.resources[0].rank) for task in local.tasks], alone.mesh)
-    lone = static.makespans_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
+    lone = static.step_times_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
     assert steps[-1] == pytest.approx(lone, rel=0.02)  # loading runs ahead of all steps but the first
 
 
@@ -277,7 +280,7 @@ def test_a_value_that_passes_a_stale_stage_is_refused(problem: PlanningProblem) 
 
 
 def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
-    from parsim.engines.scenario.scenario import Scenario
+    from parsim.engines.scenario import Scenario
     from parsim.predict.forecast import Played
 
     with pytest.raises(ScenarioError, match="synchronous plans"):
@@ -292,7 +295,7 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
     nodes = cluster_from_profile(load_profile("p3-16xlarge"), nodes=2, network="ethernet-25g")
     wide = replace(problem, cluster=nodes, global_batch=64)
     plan = custom_plan(wide, Mesh(dp=16), synchronisation=parse_synchronisation(text))
-    period = mixing_period(wide, wide.layout(plan))
+    period = mixing_period(wide, wide.layout(plan), unfolded(plan.mesh))
     seconds = period.medians_s[0][period.unit]
     tasks = period.cycle.columns.graph.tasks
     rule, number, seen = plan.synchronisation, -1, set()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
-from parsim.errors import PlanError, ScheduleError
+from experiments.search.asking import SHAPES, TINY, Shape
+from experiments.search.counting import Counts, assert_holds, counted
+from experiments.search.problems import ProblemDraw
+from experiments.search.properties import PROPERTIES
+from parsim.app.answer import Answer
+from parsim.app.ask import ask as answer
+from parsim.app.config import parse_config
+from parsim.errors import ConfigError, ParsimError, PlanError, ScheduleError
 from parsim.model.catalogue.zoo import load_preset
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model
@@ -299,3 +308,180 @@ def test_a_simpler_plan_that_does_not_fit_ties_with_nothing() -> None:
         judged = [JudgedPlan(plan=hp, step_s=1.0), JudgedPlan(plan=dp, step_s=1.0, fits=fits, safe=safe)]
         assert simplest_tie(question, judged, lambda _: float("inf")).plan == hp
     assert simplest_tie(question, [replace(entry, fits=True, safe=True) for entry in judged], lambda _: float("inf")).plan == dp
+
+
+# Every key of [plan] that is given constrains the search, what is left out is free: by the run file and the answer.
+
+RUN = """
+[model]
+name = "{model}"
+[cluster]
+profile = "dgx1-v100-32gb"
+devices = {devices}
+[training]
+global_batch = {batch}
+[plan]
+{plan}
+"""
+
+
+def ask(plan: str = "", *, model: str = "vit_small", devices: int = 4, batch: int = 32) -> Answer:
+    return answer(parse_config(RUN.format(model=model, devices=devices, batch=batch, plan=plan)))
+
+
+def plans(asked: Answer) -> list[Plan]:
+    return [entry.plan for entry in asked.candidates]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("mesh = { pp = 2 }", lambda plan: plan.mesh.pp == 2),
+        pytest.param("mesh = { dp = 2 }", lambda plan: plan.mesh.dp == 2, marks=pytest.mark.slow),
+        ("mesh = { tp = 2, dp = 2 }", lambda plan: (plan.mesh.tp, plan.mesh.dp) == (2, 2)),
+        ("microbatches = 4", lambda plan: plan.microbatches == 4),
+        pytest.param("bucket_bytes = 1000000", lambda plan: plan.bucket_bytes == 1_000_000, marks=pytest.mark.slow),
+        ("zero_stage = 1", lambda plan: plan.zero_stage == 1),
+        pytest.param('recompute = "full"', lambda plan: plan.recompute == "full", marks=pytest.mark.slow),
+        pytest.param(
+            'recompute = ["layers.*"]',
+            lambda plan: plan.recomputed and all(name[:7] == "layers." for name in plan.recomputed),
+            marks=pytest.mark.slow,
+        ),
+        ('mesh = { pp = 4 }\npipeline_order = "gpipe"', lambda plan: plan.pipeline_order == "gpipe"),
+        ('mesh = { pp = 2 }\npipeline_order = "interleaved"\nchunks = 2', lambda plan: plan.chunks == 2),
+        pytest.param("mesh = { pp = 2 }\nchunks = 2", lambda plan: plan.chunks == 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_key_that_is_given_holds_for_every_candidate(given, kept) -> None:  # type: ignore[no-untyped-def]
+    asked = ask(given)
+    assert asked.fits
+    assert plans(asked)
+    assert all(kept(plan) for plan in plans(asked)), [plan.summary() for plan in plans(asked)]
+
+
+@pytest.mark.slow
+def test_a_constraint_never_makes_the_answer_faster() -> None:
+    free = ask().prediction.evaluation.result.step_s.median
+    for given in ("zero_stage = 0", "microbatches = 2", "mesh = { pp = 2 }", 'recompute = "full"'):
+        assert ask(given).prediction.evaluation.result.step_s.median >= free * (1 - 1e-12)
+
+
+def test_tp_alone_is_megatrons_sharding_of_a_transformer() -> None:
+    asked = ask("mesh = { tp = 2 }", model="gpt_small", devices=2)
+    plan = asked.chosen.plan
+    assert str(plan.mesh) == "pp=1 dp=1 tp=2"
+    placed = {name: placement for stage in plan.stages for name, placement in stage.placed()}
+    cuttable = {component.name for component in asked.problem.model.components if component.shardings}
+    assert {placed[name].kind for name in cuttable} == {"shard"}
+    blocks = {name: placement for name, placement in placed.items() if name.startswith("h.") and name in cuttable}
+    assert len(blocks) >= 3
+    assert all(placement == Placement("shard", rule="column+row", ways=2) for placement in blocks.values()), placed
+
+
+def test_tp_that_nothing_divides_by_is_an_error_that_names_what_divides() -> None:
+    """With tp given no placements are mixed: the error blames nothing that adaptive does not have."""
+    text = r"tp = 7 does not divide the layers of gpt_small: h.0 is cut by column\+row \(512\); the nearest that does: tp = 4"
+    with pytest.raises(ScheduleError, match=text) as error:
+        ask("mesh = { tp = 7 }", devices=7, model="gpt_small", batch=28)
+    assert "large problem" not in str(error.value)
+    assert "adaptive:" not in str(error.value)
+
+
+def test_axes_that_do_not_divide_the_devices() -> None:
+    with pytest.raises(ConfigError, match=r"mesh pp \(3\) must divide the devices \(4\)"):
+        ask("mesh = { pp = 3 }")
+
+
+def test_a_family_without_the_mesh_says_so() -> None:
+    with pytest.raises(ScheduleError, match=r"plan.mesh asks for tp = 2, which no mesh of dp has"):
+        ask('strategy = "dp"\nmesh = { tp = 2 }')
+    assert "plan.mesh asks for tp = 2" in dict(ask("mesh = { tp = 2 }").search.skipped)["dp"]  # type: ignore[union-attr]
+
+
+def test_zero_is_free_by_default_and_given_where_it_is_given() -> None:
+    """With adam the optimizer's step over all parameters is worth dividing."""
+    free, none = (
+        answer(parse_config(RUN.format(model="vit_small", devices=4, batch=32, plan=given), ["training.optimizer=adam"]))
+        for given in ('strategy = "dp"', 'strategy = "dp"\nzero_stage = 0')
+    )
+    assert free.search is not None
+    assert free.search.chosen is not None
+    fastest = free.search.chosen.result
+    assert none.chosen.plan.zero_stage == 0
+    assert fastest.plan.zero_stage > 0
+    assert fastest.step_s.median < none.prediction.evaluation.result.step_s.median
+    assert free.chosen.plan.zero_stage == 0, "a tie with the fastest, and simpler"
+
+
+def test_a_batch_that_does_not_divide_over_all_devices_uses_fewer() -> None:
+    assert ask('strategy = "dp"', batch=6).chosen.plan.mesh.dp == 3
+
+
+@pytest.mark.slow
+def test_the_answer_counts_what_became_of_the_plans() -> None:
+    asked = ask()
+    counts = asked.to_dict()["considered"]
+    kinds = ("simulated", "slower_by_a_lower_bound", "do_not_fit", "not_tried")
+    assert counts["plans"] == sum(counts[kind] for kind in kinds) + sum(counts["infeasible"].values()) > 100
+    assert f"Of {counts['plans']:,} plans: {counts['simulated']:,} simulated" in asked.verdict()
+
+
+def test_a_plan_by_hand_keeps_its_defaults() -> None:
+    plan = ask('strategy = "custom"\nmesh = { dp = 4 }').chosen.plan
+    assert (plan.zero_stage, plan.recompute, plan.microbatches) == (0, "none", 1)
+
+
+@pytest.mark.parametrize("text", ['strategy = "plan.json"\nmicrobatches = 2', 'placements = { "*" = "batch" }'])
+def test_keys_that_no_search_can_keep_are_refused(text: str) -> None:
+    with pytest.raises(ParsimError):
+        ask(text)
+
+
+# Properties of the search that a user calls, over random models, clusters and batches. The properties and the draws are
+# those of `experiments/search`, which keeps how many problems each compared. Here each runs on few problems at every
+# change, and on some more in the slow set.
+
+QUICK, MANY = 2, 8
+"""Problems that each property compares: in the tests at every change, and in the slow ones."""
+
+TRIED_ELSEWHERE = "the_papers_optimum_is_certified", "the_papers_optimum_of_real_models_is_certified"
+"""In `test_schedule_oracles`, at every change."""
+
+
+def holds_on(name: str, problems: int, shapes: Sequence[Shape]) -> Counts:
+    counts = counted(name, PROPERTIES[name], problems, shapes=shapes, patient=False)
+    print(counts)
+    assert_holds(counts)
+    return counts
+
+
+@pytest.mark.parametrize("name", [name for name in PROPERTIES if name not in TRIED_ELSEWHERE])
+def test_property(name: str) -> None:
+    holds_on(name, QUICK, TINY)
+
+
+@pytest.mark.slow  # 2 to 10 CPU-seconds each
+@pytest.mark.parametrize("name", list(PROPERTIES))
+def test_property_on_many_problems(name: str) -> None:
+    counts = holds_on(name, MANY, SHAPES)
+    assert counts.compared >= MANY / 2, str(counts)
+
+
+def test_a_property_that_compares_nothing_is_not_called_met() -> None:
+    counts = counted("nothing", lambda draw, random: 0, 2, shapes=TINY)
+    assert counts.compared == 0
+    assert "NOTHING WAS COMPARED" in str(counts)
+    with pytest.raises(AssertionError, match="NOTHING WAS COMPARED"):
+        assert_holds(counts)
+
+
+def test_failures_are_counted_and_told_with_their_problem() -> None:
+    def fails(draw: ProblemDraw, random: Random) -> int:
+        assert draw.global_batch < 0, "too few samples"
+        return 1
+
+    counts = counted("fails", fails, 3, shapes=TINY)
+    assert (counts.compared, counts.passed) == (3, 0)
+    with pytest.raises(AssertionError, match=r"(?s)0 passed.*too few samples.*ProblemDraw"):
+        assert_holds(counts)

@@ -17,8 +17,7 @@ from parsim.errors import ModelError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile
-from parsim.model.component import Component, OperatorShard, Parameter, ParameterShard, Sharding
-from parsim.model.shard.narrow import narrow
+from parsim.model.component import Component, OperatorShard, Parameter, ParameterShard, Sharding, narrow
 from parsim.work import Compute, Phase
 from tests.models import sharded_model
 from tests.theory.test_compute_costs import BANDWIDTH, ELEMENTWISE, MATMUL, PEAK, device, fit, measured, profile

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+import parsim as ps
 from parsim.app.config import load_config, parse_config
 from parsim.app.config_text import RUN_OPTIONS
 from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_TRAINED, REFUSED, TrainingSection
 from parsim.cli import main
 from parsim.commands import run as run_command
-from parsim.engines.scenario.scenario import check_places, load_scenario, parse_scenario
+from parsim.engines.scenario import check_places, load_scenario, parse_scenario
 from parsim.errors import LONGEST_MESSAGE, ConfigError, ScenarioError
 from parsim.files import DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_DIGITS
 from parsim.formats import recipe
@@ -278,6 +279,86 @@ def test_code_inside_nested_tables_counts_as_code(tmp_path: Path, monkeypatch: p
 
 def test_keys_that_are_options_of_run_are() -> None:
     assert set(RUN_OPTIONS) <= set(inspect.signature(run_command.run).parameters)
+
+
+# --- questions by value, without a file ------------------------------------------------------------------------------------
+
+LLAMA, MIXTRAL, GPT3 = ("llama3-8b", "8xh100-sxm"), ("mixtral-8x7b", "8xh100-sxm"), ("gpt3-1.3b", "8xa100-sxm-80gb")
+STAGES = {"plan.strategy": "custom", "plan.mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan.microbatches": 4}
+QUESTIONS: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
+    LLAMA: [
+        ({"plan.mesh": {"tp": 8}, "model.args.heads": 4, "model.args.kv_heads": 4}, r"tp = 8 must divide the heads \(4\).*: 4"),
+        ({"plan.mesh": {"tp": 8}, "model.args.ffn": 100}, r"tp = 8 must divide the inside of the MLP \(100\).*: 5 or 10$"),
+        ({"plan.mesh": {"tp": 8}, "model.args.seq": 1001}, r"tp = 8 must divide the tokens of a sample \(1,001\).*: 7 or 11$"),
+        ({"plan.mesh": {"pp": 8}, "model.args.layers": 4}, r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4"),
+        ({"plan.mesh": {"cp": 3}, "model.args.seq": 1000}, r"cp = 3 must divide the tokens of a sample \(1,000\).*: 2 or 4"),
+        ({"plan.microbatches": 3}, r"global_batch \(8\) must be divisible by plan.microbatches \(3\); .* divide it: 2 or 4$"),
+        ({"plan.mesh": {"dp": 2, "tp": 4, "ep": 4}}, r"ep \(4\) must divide dp \(2\) \* cp \(1\) = 2: .*that does: 2$"),
+        ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
+        ({"plan.strategy": "custom", "plan.mesh": {"pp": 8}, "plan.scatter_gather": True}, "mesh with pp > 1 and tp > 1; drop"),
+        ({"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True}, "mesh with pp > 1; drop it"),
+        ({"plan.tensor_overlap": True, "plan.mesh": {"tp": 1}}, r"plan.tensor_overlap = true belongs to .* tp > 1; drop it"),
+        ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
+        ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
+    ],
+    MIXTRAL: [
+        ({"software.delay_weight_gradients": True}, "set software.expert_overlap = true, or drop delay_weight_gradients"),
+        ({"software.expert_overlap": True, "plan.recompute": "full"}, 'set recompute = "selective"'),
+        (
+            {"software.framework": "megatron", "software.expert_overlap": True, **STAGES},
+            "has 2 stages, 1 per rank|has 2 stages",
+        ),
+        ({"plan.routing_skew": 0.2, "plan.capacity_factor": 1.5}, "changes nothing; drop one of them"),
+        ({"plan.routing_skew": -0.2}, "routing_skew"),
+        ({"software.dispatcher": "nccl"}, "dispatcher"),
+    ],
+    GPT3: [
+        ({"plan.zero_stage": 3, "software.framework": "ddp"}, r"zero_stage = 3 and .* 'ddp', which has zero_stage 0 alone"),
+        (
+            {"plan.zero_stage": 1, "software.framework": "megatron", "software.year": 2020},
+            r"plan.zero_stage = 1 and .* 'megatron' in 2020, which has zero_stage 0 alone",
+        ),
+        ({"software.dispatcher": "deepep", **STAGES}, "about a mixture of experts, and gpt3"),
+        ({"software.framework": "megatrn"}, "software.framework.*did you mean megatron"),
+        ({"software.year": 2021}, "no framework is named.*software.framework"),
+        ({"software.compiled": True}, "no framework is named.*software.framework"),
+        ({"software.framework": "megatron", "software.year": 21}, "software.year.*21"),
+        ({"software.framework": "megatron", "software.attention": "slow"}, "software.attention.*slow"),
+        ({"software.framwork": "megatron"}, "software.framwork.*framework"),
+        ({"software.channels_last": True}, "software.channels_last"),
+    ],
+    ("resnet50", "1xa100-sxm-80gb"): [
+        ({"software.framework": "megatron"}, "software.framework.*resnet50.*drop it"),
+        ({"software.attention": "flash"}, "software.attention"),
+    ],
+    ("vit_b_16", "1xa100-sxm-80gb"): [({"software.framework": "megatron"}, "software.framework")],
+    ("gpt", "1xa100-sxm-80gb"): [({"software.channels_last": True}, "software.channels_last")],
+    **{
+        ("llama3-8b", cluster): [({}, said)]
+        for cluster, said in (
+            ("2xa3-highgpu-8g", "TCPX"),
+            ("2xgpu_8x_h100_sxm5", "infiniband-400g"),
+            ("p5.48xlrge", "did you mean p5.48xlarge"),
+            ("v5p-8", "TPUs of Google are not covered"),
+            ("8xv6e", "TPUs of Google are not covered"),
+            ("trn2.48xlarge", "Trainium"),
+            ("8xgaudi3", "Gaudi"),
+            ("m3-max", "Apple"),
+            ("Standard_ND128isr_NDR_GB200_v6", "72xgb200"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "settings", "message"), [(question, *row) for question, rows in QUESTIONS.items() for row in rows]
+)
+def test_a_question(question: tuple[str, str], settings: dict[str, Any], message: str) -> None:
+    model, cluster = question
+    given = {"training.global_batch": 8, **settings}
+    batch = given.pop("training.global_batch")
+    with pytest.raises(ps.ParsimError, match=message):
+        ps.plan(model, cluster=cluster, global_batch=batch, settings=given)
 
 
 # --- scenarios -----------------------------------------------------------------------------------------------------------

@@ -13,20 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.data import blocks  # noqa: E402
-from parsim.data.blocks import exchange as room  # noqa: E402
-from parsim.data.blocks import tensor as dtensors  # noqa: E402
-from parsim.data.blocks.exchange import (  # noqa: E402
+import torch
+
+from parsim.data import blocks
+from parsim.data.blocks import exchange as room
+from parsim.data.blocks import tensor as dtensors
+from parsim.data.blocks.exchange import (
     normal_at,
     rounds_of,
     splitmix64,
     uniform_at,
 )
-from parsim.data.blocks.tensor import ORDERS, overlaps  # noqa: E402
-from parsim.errors import DataError  # noqa: E402
-from tests.block_cases import RANKS, assert_same, broadcast_pairs, cut_arrays, grids, keys, made, owners  # noqa: E402
+from parsim.data.blocks.tensor import ORDERS, overlaps
+from parsim.errors import DataError
+from tests.block_cases import RANKS, assert_same, broadcast_pairs, cut_arrays, grids, keys, made, owners
 
 QUICK = settings(max_examples=60)
 

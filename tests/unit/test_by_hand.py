@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
+import parsim
 from parsim.app.config import parse_config
+from parsim.app.functions import plan, simulate
 from parsim.app.load import fixed_plan, problem_of
-from parsim.errors import ConfigError, PlanError, ScheduleError
+from parsim.errors import ConfigError, ParsimError, PlanError, ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
+from parsim.plans.constraints import PlanConstraints
 from parsim.plans.layouts import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage, plan_in_words
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
@@ -28,8 +32,11 @@ from parsim.search.by_hand import (
     pins_by_pattern,
     placements_by_pattern,
 )
-from parsim.search.space import microbatch_counts
-from tests.models import residual_model, sharded_model
+from parsim.search.families import FAMILIES
+from parsim.search.search import search
+from parsim.search.space import devices_on_a_node, meshes, microbatch_counts
+from tests.models import chain_model, residual_model, sharded_model
+from tests.theory.test_folding import cluster
 
 MODEL = sharded_model()
 
@@ -215,3 +222,166 @@ def test_a_batch_norm_of_one_value_per_channel_needs_two_samples_at_once() -> No
         custom_plan(asked, Mesh(dp=2), microbatches=4)
     with pytest.raises(ScheduleError, match=r"leaves 1 sample per replica, and 1 needs 2 at once .*; use a multiple of 8"):
         microbatch_counts(replace(asked, global_batch=4), Mesh(dp=4))
+
+
+# Plans in words.
+
+ROW, COLUMN, REPLICATED = Placement("shard", "row", 2), Placement("shard", "column", 2), Placement("replicate")
+
+
+def planned(pp: int = 1, dp: int = 1, tp: int = 1, placements: tuple[Placement, ...] = (), **more: object) -> Plan:
+    mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    names = [("a", "b"), ("c", "d")][:pp] if pp > 1 else [("a", "b")]
+    stages = tuple(
+        Stage(components=own, ranks=mesh.stage_ranks(number), placements=placements) for number, own in enumerate(names)
+    )
+    return Plan(strategy="custom", mesh=mesh, stages=stages, global_batch=32, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (planned(), "one device"),
+        (planned(dp=4), "4-way data parallelism"),
+        (planned(dp=4, zero_stage=2, microbatches=2), "4-way data parallelism with ZeRO 2, 2 microbatches of 4"),
+        (planned(pp=2, microbatches=4, pipeline_order="1f1b"), "2 pipeline stages, 4 microbatches of 8"),
+        (
+            planned(pp=2, dp=2, microbatches=4, pipeline_order="1f1b"),
+            "2 pipeline stages of 2-way data parallelism, 4 microbatches of 4",
+        ),
+        (planned(tp=2, placements=(COLUMN, ROW)), "2-way tensor parallelism"),
+        (planned(tp=2, placements=(COLUMN, REPLICATED)), "2-way tensor parallelism"),
+        (planned(tp=2, placements=(BATCH, ROW)), "mixed placements on 2 ranks"),
+        (planned(tp=2, dp=2, placements=(COLUMN, ROW)), "2-way data parallelism x 2-way tensor parallelism"),
+        (planned(dp=2, recompute=("a",)), "2-way data parallelism, recomputing activations"),
+    ],
+)
+def test_a_plan_in_words(plan: Plan, words: str) -> None:
+    assert plan_in_words(plan) == words
+
+
+# plan.dp_shard of a run file: read, kept by a search, and refused with the rule, the values and the fix.
+
+TWO_NODES = {"cluster.nodes": 2, "cluster.devices": 4, "cluster.network": "ethernet-25g"}
+BY_HAND = {"plan.strategy": "custom", "plan.mesh": {"dp": 8}}
+
+
+def asked(**settings: object) -> Mesh:
+    keys = {**TWO_NODES, **BY_HAND, **{f"plan.{key}": value for key, value in settings.items()}}
+    return simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, settings=keys).plan.mesh
+
+
+def test_a_plan_by_hand_has_the_groups_that_it_names() -> None:
+    assert asked(dp_shard=4, zero_stage=3) == Mesh(dp=8, dp_shard=4)
+    assert asked(dp_shard=8, zero_stage=3) == asked(zero_stage=3) == Mesh(dp=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dp_shard": 3, "zero_stage": 3}, r"dp_shard \(3\) must divide dp \(8\).*the nearest that do: 2 or 4"),
+        ({"dp_shard": 4, "zero_stage": 0}, r"dp_shard = 4 .*zero_stage = 0 divides none; set zero_stage = 1, 2 or 3"),
+        ({"dp_shard": 4}, r"a plan by hand divides none unless it says so; set zero_stage = 1, 2 or 3"),
+        ({"dp_shard": 4, "strategy": "dp", "mesh": {}, "synchronisation": "average/8"}, r"drop dp_shard"),
+        ({"dp_shard": 5, "strategy": "dp", "mesh": {}}, r"dp_shard \(5\) must divide mesh.dp.* devices \(8\).*: 4 or 8"),
+    ],
+)
+def test_groups_without_states_to_divide_are_refused(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ParsimError, match=text):
+        asked(**settings)
+
+
+def test_a_search_keeps_the_groups_that_are_asked_for() -> None:
+    keys = {**TWO_NODES, "plan.dp_shard": 2, "plan.strategy": "dp"}
+    answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, settings=keys)
+    chosen = answer.chosen.plan
+    assert (chosen.mesh.dp_shard or chosen.mesh.dp) == 2
+    assert chosen.zero_stage
+
+
+def test_a_search_tries_groups_of_a_node_where_replicas_span_several() -> None:
+    problem = PlanningProblem(model=chain_model(), cluster=cluster("two dgx1"), global_batch=64)
+    assert devices_on_a_node(problem) == 8
+    grouped = {mesh for mesh in meshes(problem) if mesh.dp_shard}
+    assert {(mesh.pp, mesh.dp, mesh.tp, mesh.dp_shard) for mesh in grouped} == {
+        (1, 16, 1, 8), (1, 8, 2, 4), (1, 4, 4, 2)
+    }  # fmt: skip
+    one_node = PlanningProblem(model=chain_model(), cluster=cluster("dgx1"), global_batch=64)
+    assert not any(mesh.dp_shard for mesh in meshes(one_node))
+    whole = PlanningProblem(model=chain_model(), cluster=cluster("two dgx1"), global_batch=64, zero_stage=0)
+    assert not any(mesh.dp_shard for mesh in meshes(whole))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_search_finds_the_best_of_all_members_with_groups(stage: int) -> None:
+    """Branch and bound against every plan of the family simulated."""
+    from parsim.predict.evaluate import evaluate
+
+    model = chain_model((1e8, 2e8), elements=10**6)
+    constraints = PlanConstraints(dp=16)
+    problem = PlanningProblem(
+        model=model, cluster=cluster("two dgx1"), global_batch=64, zero_stage=stage, recompute="none", constraints=constraints
+    )
+    members = list(FAMILIES["dp"](problem))
+    assert {member.mesh.dp_shard for member in members} == {0, 8}
+    best = min(evaluate(problem, member, samples=0).result.step_s.median for member in members)
+    found = search(problem, ("dp",)).chosen
+    assert found is not None
+    assert found.result.step_s.median <= best * (1 + 1e-9)
+    assert found.result.lower_bound_s <= best * (1 + 1e-9)
+
+
+# Divided sequences and experts as a user asks for them: run files, answers, refusals.
+
+DIVIDED_RUN = """
+[model]
+name = "gpt"
+[cluster]
+gpu = "h100-sxm"
+gpus_per_node = 8
+[training]
+global_batch = 16
+precision = "amp_bf16"
+optimizer = "adamw"
+dataset = "synthetic"
+[plan]
+"""
+
+
+def run_file(folder: Path, plan: str) -> Path:
+    path = folder / "RUN.toml"
+    path.write_text(DIVIDED_RUN + plan)
+    return path
+
+
+def test_a_divided_sequence_is_simulated_and_told(tmp_path: Path) -> None:
+    found = parsim.simulate(
+        run_file(tmp_path, 'strategy = "custom"\nmesh = { dp = 4, cp = 2 }\ncontext_exchange = "all_gather"')
+    )
+    document = found.to_dict()
+    assert document["plan"]["mesh"] == {"pp": 1, "dp": 4, "tp": 1, "cp": 2}
+    assert document["plan"]["executable"] is False
+    assert document["plan"]["context_exchange"] == "all_gather"
+    assert "cp=2" in repr(found)
+    assert len(document["peak_memory_bytes"]) == 8
+
+
+def test_a_search_keeps_the_pieces_of_the_sequence(tmp_path: Path) -> None:
+    chosen = parsim.plan(run_file(tmp_path, 'strategy = "dp"\nmesh = { cp = 2 }')).to_dict()["chosen"]
+    assert chosen["plan"]["mesh"] == {"pp": 1, "dp": 4, "tp": 1, "cp": 2}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ('strategy = "custom"\nmesh = { dp = 8, ep = 2 }', "has no experts"),
+        ('strategy = "custom"\nmesh = { dp = 4, cp = 3 }', r"cp \(3\) = 12 must equal the devices \(8\)"),
+        ('strategy = "custom"\nmesh = { dp = 8, ep = 3 }', r"ep \(3\) must divide dp \(8\)"),
+        ('strategy = "custom"\nmesh = { dp = 8 }\ncontext_exchange = "ring"', "context_exchange"),
+        ('strategy = "dp"\nmesh = { cp = 2 }\ncontext_exchange = "all_gather"', "context_exchange"),
+        ('strategy = "custom"\nmesh = { dp = 8 }\ncapacity_factor = 0.5', "capacity_factor"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_rule(tmp_path: Path, plan: str, message: str) -> None:
+    with pytest.raises((ConfigError, ParsimError), match=message):
+        parsim.simulate(run_file(tmp_path, plan))

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
-from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
-from parsim.program.task import Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.formats.exports import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
+from parsim.program.taskgraph import Origin, Resource, Task, TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
 
 SCHEMA: dict[str, list[tuple[str, int, str]]] = {

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 import parsim as ps
 from parsim.app.answer import LargestOf
 from parsim.app.ask import whole
-from parsim.app.check import Help, changed, check_question, mesh_settings, rate_of, verdict_of
-from parsim.app.functions import _question
-from parsim.app.largest import _bisected, _Sizes
-from parsim.cli import main
+from parsim.app.check import Help, _bisected, _Sizes, changed, check_question, mesh_settings, rate_of, verdict_of
+from parsim.app.functions import question_by_name
 from parsim.errors import ConfigError, DoesNotFitError
+from tests.commands import status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "check"
@@ -51,13 +50,6 @@ global_batch = 64
 [plan]
 strategy = "dp"
 """
-
-
-def status_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["parsim", *words])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    return int(ending.value.code or 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,7 @@ def test_the_command_ends_with_the_status_and_prints_json(
 
 
 def test_a_changed_question_keeps_what_it_was_made_from() -> None:
-    question = _question("mlp", "dgx1-v100-32gb", 64, {"cluster.devices": 2, "plan.strategy": "dp"}, {})
+    question = question_by_name("mlp", "dgx1-v100-32gb", 64, {"cluster.devices": 2, "plan.strategy": "dp"}, {})
     other = changed(question, {"training.global_batch": 128})
     assert other.training.global_batch == 128
     assert other.source == question.source

@@ -16,12 +16,12 @@ import pytest
 
 from parsim.app.calibration import calibration_request, local_batches
 from parsim.app.config import parse_config
-from parsim.cli import COMMANDS, _endings_told, main
-from parsim.costs.communication.closed_forms import busbw_bytes_per_s
+from parsim.cli import COMMANDS, _endings_told
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 from parsim.search.tree import is_tie
+from tests.commands import Told
 
 RUN_TOML = """
 [model]
@@ -44,18 +44,15 @@ Call = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+def call(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
     """Call `parsim ARGS` in a folder that holds RUN.toml; returns stdout and stderr of a call that ends with 0."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
 
     def run(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        assert not ending.value.code, captured.err
-        return captured.out, captured.err
+        status, out, err = told(*arguments)
+        assert not status, err
+        return out, err
 
     return run
 
@@ -193,24 +190,6 @@ def test_simulate_keeps_a_folder_that_report_draws_again(call: Call, tmp_path: P
     page = (folder / "report.html").read_text()
     assert "resnet50" in page
     assert list(folder.rglob("*.partial")) == []
-
-
-def test_cost_of_a_collective(call: Call) -> None:
-    size = 2**26
-    arguments = ("cost", "dgx1-v100-32gb", "--collective", "all_reduce", "--size-bytes", str(size), "--ranks", "0,1,2,3")
-    row = result_of(call, *arguments)
-    assert row["seconds"]["p05"] < row["seconds"]["median"] < row["seconds"]["p95"]
-    assert row["busbw_bytes_per_s"] == pytest.approx(busbw_bytes_per_s("all_reduce", size, 4, row["seconds"]["median"]))
-    assert row["algorithm"] in ("ring", "tree")
-    assert row["source"] in ("measured", "fitted", "published")
-    assert "all_reduce" in call(*arguments)[0]
-
-
-def test_cost_of_every_component(call: Call) -> None:
-    document = result_of(call, "cost", "dgx1-v100-32gb", "--model", "resnet50", "--batch", "32")
-    rows = document["rows"]
-    assert [row["phase"] for row in rows] == ["forward", "backward"] * (len(rows) // 2) + ["optimizer"]
-    assert all(row["seconds"]["median"] > 0 for row in rows)
 
 
 def test_cost_of_shards(call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from calibration.measure.operators import VISITS, Pool
-from parsim.model.build import build_module
-from parsim.model.interface import example_batch
+from parsim.model.build import build_module, example_batch
 from parsim.model.spec import ModelSpec
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +123,19 @@ def test_the_zoo_runs_forward_on_fake_tensors_of_a_gpu(name: str) -> None:
             output = functional_call(module, state, kwargs=inputs)
     assert output.device.type == "cuda"
     assert without_cuda_kernel(seen.names) == ()
+
+
+# The list of what was fixed for GPUs names tests that exist.
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_every_test_of_the_list_exists() -> None:
+    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| fixed", "| fault"))]
+    assert len(rows) > 25
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, f"no test stands beside: {row}"
+        for path, name in named:
+            assert f"def {name}(" in (REPOSITORY / path).read_text(), f"{path} has no {name}"

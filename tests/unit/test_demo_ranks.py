@@ -17,7 +17,7 @@ from calibration.rounds import calibrate
 from calibration.rounds.request import CalibrationRequest
 from parsim.app import demo
 from parsim.app.calibration import ChosenRanks, choose_ranks
-from parsim.commands.demo import demo as demo_command
+from parsim.commands.run import demo as demo_command
 from parsim.errors import ConfigError
 from parsim.execute.job import Job
 from parsim.hardware.compose import load_profile

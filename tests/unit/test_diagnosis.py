@@ -18,7 +18,7 @@ from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.search.adapt.observed import diagnosis_of
 from parsim.work import Phase
 from tests.models import chain_model
-from tests.unit.test_updates import plan_of, problem_on
+from tests.unit.test_speed import plan_of, problem_on
 
 STEPS = 24
 
@@ -26,7 +26,7 @@ STEPS = 24
 @lru_cache
 def machine(family: str, devices: int, factors: RunCorrections = NO_RUN_CORRECTIONS) -> tuple[Machine, Evaluation]:
     model = chain_model((4e7, 8e7, 6e7, 4e7), elements=4_000_000)
-    problem = replace(problem_on(load_profile("dgx1-v100-32gb"), devices), model=model)
+    problem = replace(problem_on(devices, load_profile("dgx1-v100-32gb")), model=model)
     plan = plan_of(problem, family)
     return Machine(problem, plan, factors, sigma=0.02), evaluate(problem, plan, fold=False)
 

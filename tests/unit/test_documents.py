@@ -19,7 +19,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 
 from parsim.app.config import parse_config
 from parsim.cli import build
-from parsim.engines.scenario.scenario import Scenario, parse_scenario
+from parsim.engines.scenario import Scenario, parse_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "examples" / "README.md"]
@@ -98,7 +98,7 @@ def complete(page: Path) -> list[str]:
 
 
 RUNNABLE = {page: complete(page) for page in PAGES if page.parent.name == "docs" and not page.stem.startswith("tutorial")}
-"""Those of the tutorials are run by tests/unit/test_tutorials.py."""
+"""Those of the tutorials are run by tests/unit/test_documents.py."""
 ASKED = [
     (page, command) for page, every in RUNNABLE.items() for command in every if words_of(command)[0] in ("plan", "simulate")
 ]
@@ -214,3 +214,85 @@ def test_every_target_that_make_lists_is_there_once() -> None:
     assert len(listed) > 10
     assert sorted(targets) == sorted(set(targets)) == sorted(declared)
     assert set(listed) <= set(targets)
+
+
+# The tutorials, as their reader follows them: files and commands of a page, in order, in an empty folder.
+
+TUTORIALS = sorted(ROOT.glob("docs/tutorial-*.md"))
+
+
+def followed(page: Path, folder: Path) -> list[str]:
+    """Write the page's files, run its commands, and return what they printed."""
+    text = page.read_text(encoding="utf-8")
+    for name, content in re.findall(r"```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)```", text, re.DOTALL):
+        (folder / name).write_text(content, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = []
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line)
+            if words[0] == "parsim":
+                words.insert(0, "python")
+                words.insert(1, "-m")
+            words = [sys.executable if word == "python" else word for word in words]
+            done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{done.stderr}"
+            printed.append(done.stdout)
+    return printed
+
+
+def test_there_are_tutorials_and_their_pictures_exist() -> None:
+    assert len(TUTORIALS) >= 3
+    for page in TUTORIALS:
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / picture).is_file(), f"{page.name} shows {picture}"
+        assert page.read_text(encoding="utf-8").splitlines()[-1].startswith("!["), f"{page.name} does not end in a picture"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    """Every command runs; what the page quotes of the first answer (`> ...`) is what it prints."""
+    printed = " ".join(followed(page, tmp_path)[0].split())
+    quoted = [line.removeprefix("> ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("> ")]
+    for sentence in filter(None, re.split(r"; | \.\.\. ", " ".join(quoted))):
+        assert sentence in printed
+
+
+# The scripts of `examples/`: all are listed, and all run.
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+PRINTS = {
+    "hugging_face.py": "tokens/s; fits with probability",
+    "kueue.py": '"kueue.x-k8s.io/queue-name": "gpus"',
+    "large_models.py": (EXAMPLES.parent / "docs" / "large-models.md").read_text(encoding="utf-8"),
+    "own_module.py": "optimizer_state",
+    "run_and_compare.py": "loss:",
+    "skypilot.py": "8 x H100: ",
+    "watch_training.py": "measured",
+    "what_if.py": "ms disturbed",
+    "which_cluster.py": "samples/s per GPU",
+    "which_plan.py": "Where the",
+}
+
+
+def test_the_readme_lists_every_script_and_the_tests_run_it() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    assert sorted(PRINTS) == SCRIPTS
+    assert [name for name in SCRIPTS if f"`{name}`" not in listed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_script_prints_its_answer(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs the torch extra")
+    if name == "hugging_face.py":
+        pytest.importorskip("transformers", reason="needs the hf extra")
+    environment = {**os.environ, "PARSIM_HOME": str(tmp_path / "home"), "PARSIM_MODEL_CACHE": "off"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert PRINTS[name] in done.stdout

@@ -70,7 +70,7 @@ def test_a_collective_that_plans_use(package: Path) -> None:
     """A row of work.py and one of plans/layouts.py: tasks, prices and steps follow.
 
     The third edit is its effect on tensors, a case of `parsim.execute.operations`. Simulation does not need it, and
-    tests/execute/test_convert.py runs every hop.
+    tests/execute/test_reshard.py runs every hop.
     """
     question = ("simulate", "vgg16", "--on", "dgx1-v100-32gb", "--batch", "64", *settings(*TENSOR))
     ring = asked(package, *question)

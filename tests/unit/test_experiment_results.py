@@ -251,7 +251,7 @@ NOT_AGAIN = {
     "adaptive_tuning": "every row is a mean over hundreds of simulated trainings, and takes minutes",
     "live_replanning": "it measures this machine",
     "closed_loop": "every row is a mean over 240 simulated runs, and takes a minute",
-    "published": "it needs the published rows; `test_published_effects` compares the factors",
+    "published": "it needs the published rows; `test_published_frameworks` compares the factors",
     "this_machine": "it measures this machine",
     "operators_here": "it measures this machine",
     "relaxed": "it measures this machine",

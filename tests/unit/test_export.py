@@ -12,11 +12,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from parsim.app.export_folder import export_folder
+from parsim.app.foreign import export_folder, import_file
 from parsim.app.functions import simulate
-from parsim.app.import_file import import_file
 from parsim.app.run_folder import RunFolder
-from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.formats.exports import written_formats
 from parsim.formats.kineto import read_kineto
@@ -24,6 +22,7 @@ from parsim.formats.ledger import ledger_of
 from parsim.formats.recipe import read_recipe, written_out
 from parsim.formats.source import read_source
 from parsim.model.catalogue.names import sequence_of, shape_of
+from tests.commands import status_of
 
 SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
 CUT = [*SMALL, "plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]
@@ -320,12 +319,8 @@ def test_the_command_and_python_write_the_same(
 ) -> None:
     folder = answers("transformer", "8xh100-sxm", 32, CUT)
     by_command = tmp_path / "command.sh"
-    monkeypatch.setattr(
-        "sys.argv", ["parsim", "export", str(folder), "--format", "megatron", "--out", str(by_command), "--json"]
-    )
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
+    words = ("export", str(folder), "--format", "megatron", "--out", str(by_command), "--json")
+    assert status_of(monkeypatch, *words) == 0
     told = json.loads(capsys.readouterr().out)
     assert "model, data and length of the training" in told["left_out"]
     prediction = simulate("transformer", cluster="8xh100-sxm", global_batch=32, overrides=CUT)

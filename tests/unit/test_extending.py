@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import pytest
 from parsim.app.answer import Answer
 from parsim.app.ask import ask as answer
 from parsim.app.config import parse_config
-from parsim.app.import_file import import_file
+from parsim.app.foreign import import_file
 from parsim.app.launch import check_runnable
-from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.data import DATASETS, load_dataset
 from parsim.data.samples import Target
@@ -34,6 +32,7 @@ from parsim.plans.plan import Plan
 from parsim.registry import Registry, is_reference
 from parsim.search.families import FAMILIES
 from parsim.work import COLLECTIVE_KINDS, Collective, OptimizerStep
+from tests.commands import Told
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "extensions"
@@ -192,13 +191,10 @@ def test_collective_is_priced_by_its_hops_and_traffic() -> None:
         Collective(operation="my_extensions:GATHER", group=(0, 1), size_bytes=8, packed=True)
 
 
-def test_collective_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["cost", "dgx1-v100-32gb", "--collective", "my_extensions:GATHER", "--size-bytes", "1000000", "--json"]
-    monkeypatch.setattr(sys, "argv", ["parsim", *command])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code in (0, None)
-    found = json.loads(capsys.readouterr().out)
+def test_collective_on_the_command_line(told: Told) -> None:
+    found = json.loads(
+        told("cost", "dgx1-v100-32gb", "--collective", "my_extensions:GATHER", "--size-bytes", "1000000", "--json")[1]
+    )
     assert found["busbw_bytes_per_s"] == pytest.approx(7 / 8 * 1e6 / found["seconds"]["median"])
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from parsim.cli import main
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, Program
-from parsim.engines.scenario.scenario import Scenario, conditions_for, parse_scenario
+from parsim.engines.scenario import LinkChange, Scenario, Straggler, check_places, conditions_for, parse_scenario
 from parsim.errors import ScenarioError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.formats import Numerics
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.forecast import Played
-from parsim.report.more_tables import states_table
-from parsim.report.tables import to_text
+from parsim.report.tables import states_table, to_text
+from tests.commands import status_of
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 
 RUN = "[run]\nsamples_per_epoch = 100000\nepochs = 2\ndraws = 30\n"
@@ -57,7 +57,7 @@ def test_stragglers_by_the_static_engine_are_those_of_the_dynamic_one(plan: Plan
     columns = evaluation.compiled.columns
     conditions = conditions_for(scenario, columns, PROBLEM.cluster)
     program = Program(parts=(Part(graph=columns.graph, repeat=REPEATED_STEPS),))
-    done = run_program(program, lambda part, step: slow.durations_s, overlap=evaluation.overlap, conditions=conditions)
+    done = run_program(program, [slow.durations_s] * REPEATED_STEPS, overlap=evaluation.overlap, conditions=conditions)
     assert slow.states[0].step_s == pytest.approx(done.makespan_s / REPEATED_STEPS, rel=1e-9)
 
 
@@ -187,13 +187,6 @@ idle_w = 50.0
 """
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    return int(ending.value.code or 0)
-
-
 @pytest.mark.slow
 def test_the_command_plays_a_scenario(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -204,7 +197,7 @@ def test_the_command_plays_a_scenario(
     arguments = ["simulate", "RUN.toml", "--engine", "dynamic", "--scenario", "scenario.toml", "--whole-run"]
     outputs = []
     for _ in range(2):
-        assert call(monkeypatch, *arguments, "--json") == 0
+        assert status_of(monkeypatch, *arguments, "--json") == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1], "the same seed gives the same bytes"
     document = json.loads(outputs[0])
@@ -215,7 +208,7 @@ def test_the_command_plays_a_scenario(
     assert run["price"]["median"] == pytest.approx(run["total_s"]["median"] / 3600 * 4 * 3.0)
     assert run["failures"]["median"] >= 1
     assert {"simulated_s", "young_s", "daly_s", "rows"} <= run["checkpoint_interval"].keys()
-    assert call(monkeypatch, *arguments, "--out", "kept") == 0
+    assert status_of(monkeypatch, *arguments, "--out", "kept") == 0
     assert json.loads((tmp_path / "kept" / "scenario.json").read_text()) == document["scenario"]
     shown = capsys.readouterr().out
     assert "The whole run: 3 epochs, 2343 steps, 20 draws" in shown
@@ -243,7 +236,57 @@ def test_a_users_error_is_one_message(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
     (tmp_path / "scenario.toml").write_text(text)
-    assert call(monkeypatch, "simulate", "RUN.toml", *arguments) == 1
+    assert status_of(monkeypatch, "simulate", "RUN.toml", *arguments) == 1
     shown = capsys.readouterr()
     assert message in shown.err
     assert "Traceback" not in shown.err
+
+
+# scenario.toml: what is read, and what one is told about every wrong key.
+
+CLUSTER = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
+
+WHOLE = """
+seed = 3
+start_s = 10.0
+share_links = true
+[jitter]
+distribution = "gamma"
+compute_sigma = 0.05
+[[stragglers]]
+rank = 3
+factor = 1.5
+until_s = 100.0
+[[links]]
+between = ["gpu0", "gpu3"]
+bandwidth_factor = 0.5
+from_s = 50.0
+[asynchronous]
+merge_s = 0.01
+[run]
+epochs = 2
+samples_per_epoch = 1000
+[checkpoints]
+interval_s = 600.0
+write_s = 10.0
+[failures]
+node_mtbf_s = 1e6
+at = [{ at_s = 100.0, rank = 2 }]
+[device]
+busy_w = 300.0
+"""
+
+
+def test_a_whole_scenario_is_read() -> None:
+    scenario = parse_scenario(WHOLE)
+    assert scenario.stragglers == (Straggler(rank=3, factor=1.5, until_s=100.0),)
+    assert scenario.links == (LinkChange(between=("gpu0", "gpu3"), bandwidth_factor=0.5, from_s=50.0),)
+    assert scenario.change_times_s == (50.0, 100.0)
+    assert scenario.run is not None
+    assert scenario.run.epochs == 2
+    assert scenario.failures.at[0].rank == 2
+    check_places(scenario, 8, CLUSTER)
+
+
+def test_an_empty_file_changes_nothing() -> None:
+    assert parse_scenario("") == Scenario()

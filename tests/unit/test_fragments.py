@@ -11,7 +11,7 @@ from torch import Tensor
 from parsim.errors import ExecutionError
 from parsim.execute.checkpoint.fragments import WHOLE, Fragment, is_per_element, join, join_state
 from parsim.model.component import ParameterShard
-from parsim.model.shard.pieces import piece
+from parsim.model.shard.apply import piece
 
 
 @st.composite

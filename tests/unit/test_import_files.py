@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 import parsim as ps
 from parsim.app.config import load_config
-from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.formula import KernelModel
 from parsim.costs.compute.launches import Launch, product_sizes
@@ -29,6 +27,7 @@ from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import load_gpu
 from parsim.timeline import Timeline
 from parsim.work import Collective
+from tests.commands import status_of
 from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_text, switched_topo
 
 
@@ -565,11 +564,7 @@ def test_an_archive_that_grows_without_end_is_refused(tmp_path: Path, monkeypatc
 def test_the_command_prints_one_document_or_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def command(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["parsim", "import", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0)
+    command = partial(status_of, monkeypatch, "import")
 
     log = write(tmp_path / "log.txt", nccl_text())
     assert command(str(log), "--into", str(tmp_path / "p.json"), "--json") == 0

@@ -12,12 +12,11 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
-from parsim.model.build import build_module
+from parsim.model.build import build_module, example_batch, interface_of, loss_of
 from parsim.model.catalogue.zoo import PRESETS, preset_lines
+from parsim.model.component import narrow
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.model import GRANULARITIES
-from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
 from tests.quick import some_quick
 
@@ -112,14 +111,14 @@ def test_shardings_leave_the_fingerprint_alone() -> None:
 def test_presets_need_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from parsim.model import ModelSpec, load_model, trace\n"
+        "from parsim.model import ModelSpec, load_model, record\n"
         "from parsim.errors import MissingDependencyError\n"
-        "assert callable(trace)\n"
+        "assert callable(record)\n"
         "print(load_model(ModelSpec(name='resnet50')).parameter_count)\n"
         "print(load_model(ModelSpec(name='resnet50'), granularity='layer').component('layer1.0.bn1').shardings[0].rule)\n"
         "try: load_model(ModelSpec(name='resnet50', args=(('num_classes', 7),)))\n"
         "except MissingDependencyError as error: print(error)\n"
-        "try: trace(None, None)\n"
+        "try: record(None, None)\n"
         "except MissingDependencyError as error: print(error)\n"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -128,11 +127,6 @@ def test_presets_need_no_torch() -> None:
     assert "install parsim[torch]" in out[2]
     assert "resnet50" in out[2]
     assert "install parsim[torch]" in out[3]
-
-
-def test_trace_is_a_function_whatever_is_imported() -> None:
-    program = "import parsim.model.trace.trace, parsim.model; print(parsim.model.trace.__name__, callable(parsim.model.trace))"
-    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "trace True\n"
 
 
 def test_a_zoo_model_that_looks_at_its_weights_is_built_for_real() -> None:

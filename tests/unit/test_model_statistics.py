@@ -6,16 +6,18 @@ import itertools
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+pytest.importorskip("torch", reason="needs the torch extra")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from parsim.model import Model, trace  # noqa: E402
-from parsim.model.component import Component, Operator  # noqa: E402
-from parsim.model.objective import LOSSES  # noqa: E402
-from tests.execute.bitwise import bytes_kept  # noqa: E402
+from parsim.model import Model
+from parsim.model.component import Component, Operator
+from parsim.model.objective import LOSSES
+from tests.execute.bitwise import bytes_kept
+from tests.traced import trace
 
 F32 = 4
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import parsim
-from parsim.cli import main
 from parsim.errors import ModelError
 from parsim.model.catalogue.names import ALIASES, NAMED, config_path, described, named, normalised
-from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape, llama
+from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape
 from parsim.model.catalogue.transformer import recorded
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, resolve
+from tests.commands import Told
+from tests.models import llama
 
 TRANSFORMERS = [name for name, row in NAMED.items() if row.shape is not None]
 
@@ -145,46 +145,6 @@ def test_a_named_model_plans_like_any_other() -> None:
     assert answer.assumed["model.args.seq"] == 8192
     with pytest.raises(ModelError, match="holds no module of it to train"):
         parsim.run(answer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"plan.mesh": {"tp": 8}, "model.args.heads": 4, "model.args.kv_heads": 4}, r"tp = 8 must divide the heads \(4\).*: 4"),
-        ({"plan.mesh": {"tp": 8}, "model.args.ffn": 100}, r"tp = 8 must divide the inside of the MLP \(100\).*: 5 or 10$"),
-        ({"plan.mesh": {"tp": 8}, "model.args.seq": 1001}, r"tp = 8 must divide the tokens of a sample \(1,001\).*: 7 or 11$"),
-        ({"plan.mesh": {"pp": 8}, "model.args.layers": 4}, r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4"),
-        ({"plan.mesh": {"cp": 3}, "model.args.seq": 1000}, r"cp = 3 must divide the tokens of a sample \(1,000\).*: 2 or 4"),
-        ({"plan.microbatches": 3}, r"global_batch \(8\) must be divisible by plan.microbatches \(3\); .* divide it: 2 or 4$"),
-        ({"plan.mesh": {"dp": 2, "tp": 4, "ep": 4}}, r"ep \(4\) must divide dp \(2\) \* cp \(1\) = 2: .*that does: 2$"),
-        ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
-        (
-            {"plan.strategy": "custom", "plan.mesh": {"pp": 8}, "plan.scatter_gather": True},
-            r"plan.scatter_gather = true belongs to plan.mesh with pp > 1 and tp > 1; drop it",
-        ),
-        (
-            {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True},
-            r"plan.blocking_transfers = true belongs to plan.mesh with pp > 1; drop it",
-        ),
-        ({"plan.tensor_overlap": True, "plan.mesh": {"tp": 1}}, r"plan.tensor_overlap = true belongs to .* tp > 1; drop it"),
-        (
-            {"plan.gather_ahead": True, "plan.zero_stage": 2},
-            r"gather_ahead = true belongs to zero_stage = 1, .*= 2;",
-        ),
-        ({"plan.backward_prefetch": False, "plan.zero_stage": 1}, r"backward_prefetch = false belongs to zero_stage = 3"),
-        (
-            {"plan.tensor_backward_overlap": True, "plan.mesh": {"tp": 2}, "software.framework": "megatron"},
-            r"tensor_backward_overlap = true and software.* 'megatron' has tensor_overlap.*set plan.tensor_overlap = false",
-        ),
-        ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
-        ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
-    ],
-)
-def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object], message: str) -> None:
-    given = {"training.global_batch": 8} | settings
-    batch = int(str(given.pop("training.global_batch")))
-    with pytest.raises(parsim.ParsimError, match=message):
-        parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
 
 
 def test_sequence_parallel_is_a_key_of_the_plan() -> None:
@@ -421,17 +381,12 @@ def test_ids_of_hugging_face_are_names_of_shapes_that_ship(identifier: str, name
     assert named(identifier) is not None
 
 
-def test_all_names_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_names_are_listed_with_their_sizes(told: Told) -> None:
     rows = described()
     assert set(rows) == set(NAMED)
     assert all(row["parameters"] > 0 for row in rows.values())
-    monkeypatch.setattr(sys, "argv", ["parsim", "models", "meta-llama/Llama-3.1-8B", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert json.loads(capsys.readouterr().out)["llama3-8b"]["parameters"] == 8_030_261_248
-    monkeypatch.setattr(sys, "argv", ["parsim", "models", "llama9"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert "did you mean" in capsys.readouterr().err
+    status, out, _ = told("models", "meta-llama/Llama-3.1-8B", "--json")
+    assert not status
+    assert json.loads(out)["llama3-8b"]["parameters"] == 8_030_261_248
+    status, _, err = told("models", "llama9")
+    assert (status, "did you mean" in err) == (1, True)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.ask import ask
+from parsim.app.ask import ask, ask_again
 from parsim.app.config import Question, parse_config
 from parsim.app.functions import simulate
-from parsim.app.judging import ask_again
 from parsim.app.launch import check_runnable
 from parsim.app.run_folder import RunFolder
 from parsim.app.write_folder import write_prediction

@@ -7,33 +7,56 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from parsim.app.config import parse_config
+from parsim.app.large import operation_of
 from parsim.app.load import cluster_of
 from parsim.app.question import question_of, taken_defaults
-from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
 from parsim.costs.compute.launches import ComputeRequest, Launch, element_bytes, product_sizes
 from parsim.costs.estimate import Estimate
-from parsim.errors import ConfigError, ProfileError
+from parsim.errors import ConfigError, MissingDependencyError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, load_profile, parts_file_text, profile_from_parts
-from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
-from parsim.hardware.parts import ALIASES, gpu_named, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
+from parsim.hardware.parts import (
+    ALIASES,
+    Network,
+    clouds,
+    gpu_named,
+    instance_named,
+    instance_names,
+    load_gpu,
+    load_link,
+    load_network,
+    machines_of,
+    refresh,
+    shipped_gpus,
+    shipped_links,
+    shipped_networks,
+    with_cards,
+)
 from parsim.hardware.profile import parse_profile
-from parsim.hardware.records import to_text
-from parsim.model.catalogue.names import shape_of
+from parsim.hardware.records import parse_record, to_text
+from parsim.model.catalogue.names import named_model, shape_of
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component, Operator
+from parsim.model.formats import Numerics, model_in
+from parsim.model.model import Model
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, Phase
+from tests.commands import Told
+from tests.traced import trace
 
 GIB = 2**30
 
@@ -241,7 +264,7 @@ def test_units_that_cannot_be_are_refused() -> None:
     network = load_network("infiniband-400g").model_dump(mode="json")
     network["card"]["bandwidth_bytes_per_s"]["value"] = 25.0
     with pytest.raises(ProfileError, match=r"25 bytes/s: must be >= 1e\+06; GB/s meant"):
-        parse_network(json.dumps(network), "mine")
+        parse_record(Network, json.dumps(network), "mine", "network")
 
 
 @pytest.mark.parametrize(
@@ -308,18 +331,13 @@ def test_a_written_profile_takes_own_numbers_with_a_source(tmp_path: Path) -> No
         load_profile(str(path))
 
 
-def test_commands_take_gpus_and_write_profiles(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_commands_take_gpus_and_write_profiles(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`parsim profile new`, and a plan on the file it wrote equal to one on the same GPUs by name."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[str, str, object]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        return captured.out, captured.err, ending.value.code
+        status, out, err = told(*arguments)
+        return out, err, status
 
     assert "h100-sxm" in call("profile", "list")[0]
     out, _, code = call("profile", "new", "--gpu", "h100", "--count", "4", "--out", "ours.toml")
@@ -486,3 +504,233 @@ def test_the_usual_network_joins_nodes_and_is_said() -> None:
     assert "cluster.network" not in taken_defaults(named)
     with pytest.raises(ConfigError, match=r"needs cluster\.network between the nodes, which 8xl40s does not tell"):
         question_of("llama3-8b", cluster="16xl40s", global_batch=16)
+
+
+# Instance types of clouds: what each stands for, what it costs, and names that parsim does not cover.
+
+
+@pytest.mark.parametrize("name", instance_names())
+def test_every_type_is_a_machine_of_shipped_parts(name: str) -> None:
+    instance = instance_named(name)
+    assert instance is not None
+    assert len(load_profile(name).devices) == instance.sizes.gpus
+    if instance.sizes.network is not None:
+        load_network(instance.sizes.network)
+
+
+@pytest.mark.parametrize("cloud", sorted(clouds()))
+def test_prices_have_a_source_and_families_a_type(cloud: str) -> None:
+    file = clouds()[cloud]
+    assert set(file.families.values()) <= set(file.instances)
+    if any(sizes.usd_per_hour for sizes in file.instances.values()):
+        assert file.price_source
+        assert file.priced_as_of
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "nodes", "network"),
+    [
+        ("p5.48xlarge", "8xh100-sxm", 1, None),
+        ("2xp5.48xlarge", "8xh100-sxm", 2, "efa-3200g"),
+        ("p4d", "8xa100-sxm-40gb", 1, None),
+        ("4xp4de.24xlarge", "8xa100-sxm-80gb", 4, "efa-400g"),
+        ("ml.p5en.48xlarge", "8xh200", 1, None),
+        ("2xa3-megagpu-8g", "8xh100-sxm", 2, "tcpxo-200g"),
+        ("3xStandard_ND96isr_H100_v5", "8xh100-sxm", 3, "infiniband-400g"),
+        ("2xnd96asr_v4", "8xa100-sxm-40gb", 2, "infiniband-200g"),
+        ("Standard_NC96ads_A100_v4", "4xa100-pcie-80gb@nvlink-bridge-3", 1, None),
+        ("2xBM.GPU.MI300X.8", "8xmi300x", 2, "roce-400g"),
+        ("gpu_8x_h100_sxm5", "8xh100-sxm", 1, None),
+        ("2xgd-8xh100ib-i128", "8xh100-sxm", 2, "infiniband-400g"),
+        ("p3.16xlarge", "p3-16xlarge", 1, None),
+    ],
+)
+def test_a_type_sets_gpus_links_and_network(text: str, node: str, nodes: int, network: str | None) -> None:
+    question = question_of("llama3-8b", cluster=text, global_batch=64)
+    assert (question.cluster.machine, question.cluster.nodes, question.cluster.network) == (node, nodes, network)
+    assert cluster_of(question.cluster).size == nodes * machines_of(text).gpus_per_node
+
+
+def test_the_price_is_that_of_the_type_and_says_of_when() -> None:
+    """55.04 USD an hour for eight GPUs, in the catalogue that the file names."""
+    question = question_of("llama3-8b", cluster="2xp5.48xlarge", global_batch=64)
+    costs = operation_of(question, "h100-sxm")
+    assert costs.usd_per_hour == pytest.approx(55.04 / 8)
+    assert "p5.48xlarge" in costs.price_source
+    assert "SkyPilot" in costs.price_source
+    given = question_of("llama3-8b", cluster="p5.48xlarge", global_batch=64, settings={"cluster.usd_per_hour": 1.5})
+    assert operation_of(given, "h100-sxm").usd_per_hour == 1.5
+    assert operation_of(question_of("llama3-8b", cluster="p5e.48xlarge", global_batch=64), "h200").price_source.startswith(
+        "on demand"
+    )  # of the part
+
+
+def test_a_network_given_beside_it_counts_more() -> None:
+    question = question_of(
+        "llama3-8b", cluster="2xStandard_ND40rs_v2", global_batch=64, overrides=['cluster.network="ethernet-25g"']
+    )
+    assert (question.cluster.network, question.cluster.cards_per_node) == ("ethernet-25g", None)
+
+
+def test_a_run_file_with_a_type_is_read_again_as_it_was_written() -> None:
+    text = '[model]\nname = "llama3-8b"\n[cluster]\ninstance = "P5"\nnodes = 2\n[training]\nglobal_batch = 64\n'
+    question = parse_config(text)
+    assert (question.cluster.instance, question.cluster.network) == ("p5.48xlarge", "efa-3200g")
+    again = type(question.cluster).model_validate(question.cluster.model_dump())
+    assert again == question.cluster
+
+
+def test_one_machine_is_asked_for_where_two_cannot_be() -> None:
+    with pytest.raises(ProfileError, match=r"2 machines.*p5\.48xlarge"):
+        load_profile("2xp5.48xlarge")
+    assert load_gpu("v100").name == "v100-sxm-32gb"  # no TPU
+
+
+def test_newer_prices_are_kept_with_their_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PARSIM_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gpuhunt", None)
+    with pytest.raises(MissingDependencyError, match="pip install gpuhunt"):
+        refresh()
+    offers = {
+        "aws": [
+            SimpleNamespace(instance_name="p5.48xlarge", price=40.0, location="us-east-1"),
+            SimpleNamespace(instance_name="p5.48xlarge", price=30.0, location="ap-south-1"),
+            SimpleNamespace(instance_name="t3.micro", price=0.01, location="us-east-1"),
+        ]
+    }
+    catalogue = ModuleType("gpuhunt")
+    monkeypatch.setattr(catalogue, "query", lambda provider, spot: offers.get(provider, []), raising=False)
+    monkeypatch.setitem(sys.modules, "gpuhunt", catalogue)
+    assert refresh() == 1
+    found = instance_named("p5.48xlarge")
+    assert found is not None
+    assert found.usd_per_gpu_hour == 5.0
+    assert "gpuhunt, 20" in found.price_source
+    assert "us-east-1" in found.price_source
+    kept = json.loads((tmp_path / "prices" / "clouds.json").read_text())
+    assert set(kept) == {"p5.48xlarge"}
+
+
+PRICE = {"usd_per_hour": 1.0, "region": "r", "as_of": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({"usd_per_hour": 1.0}, PRICE | {"usd_per_hour": "inf"}, PRICE | {"usd_per_hour": -1}),
+        *([], None, PRICE | {"region": "\x1b[2J"}),
+    ],
+)
+def test_damaged_newer_prices_are_refused(row: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARSIM_HOME", str(tmp_path))
+    (tmp_path / "prices").mkdir()
+    (tmp_path / "prices" / "clouds.json").write_text(json.dumps({"p5.48xlarge": row}))
+    with pytest.raises(ProfileError, match=r"clouds\.json is damaged: .*--refresh"):
+        instance_named("p5.48xlarge")
+
+
+# Training in 8 and 4 bits: which products run in them, and what they cost.
+
+LOW = ("fp8", "nvfp4")
+
+
+@lru_cache(maxsize=1)
+def mixtral() -> Model:
+    own = {"seq": 2048, "kernels": "unfused-attention", "fp8_casts": True}
+    return named_model("mixtral-8x7b", own, granularity="block", weights="bfloat16")
+
+
+def kernels(component: str, precision: str, phase: Phase) -> tuple[Launch, ...]:
+    request = ComputeRequest(component=mixtral().component(component), phase=phase, samples=2)
+    return component_kernels(request, precision, "cuda", fused_attention=True)
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "gb300", "b300"])
+def test_four_bits_multiply_faster_than_eight(name: str) -> None:
+    """Medians of published products above 1e12 FLOP: GB200 3,435 and 2,328 to 2,656 TFLOP/s, GB300 4,721 and 2,982."""
+    eight, four = (
+        model_of(name, precision).price(product(16384, 8192, 8192, precision=precision)).seconds for precision in LOW
+    )
+    assert 1.2 < eight / four < 2.2
+    small = (product(128, 128, 128, precision=precision) for precision in LOW)
+    eight, four = (model_of(name, precision).price(launch).seconds for precision, launch in zip(LOW, small, strict=True))
+    assert four > 0.3 * eight, "no peak shortens a launch"
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_the_head_costs_what_it_does_in_bf16(precision: str, phase: Phase) -> None:
+    own, half = kernels("head", precision, phase), kernels("head", "bf16", phase)
+    assert [model_of("b200", precision).price(entry).seconds for entry in own] == [
+        model_of("b200", "bf16").price(entry).seconds for entry in half
+    ]
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_products_without_a_weight_and_the_router_stay_in_bf16(precision: str) -> None:
+    found = [entry for entry in kernels("h.0", precision, Phase.FORWARD) if entry.kind == "matmul"]
+    assert [entry.low for entry in found] == [True, False, False, True, False, True, True], (
+        "queries, keys and values; two of scores; what attention puts out; router; up and down of the experts"
+    )
+    kept = product(4096, 4096, 128, precision="bf16", low=False)
+    own, half = model_of("b200", precision), model_of("b200", "bf16")
+    assert own.price(kept) == half.price(kept._replace(low=True))
+    assert own.price(kept._replace(low=True)).seconds != own.price(kept).seconds
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_nothing_is_priced_below_the_roofline_of_its_own_precision(precision: str) -> None:
+    model = model_of("b200", precision)
+    for component in ("head", "h.0"):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            for entry in kernels(component, precision, phase):
+                own = precision if entry.kind == "matmul" and entry.low else "bf16"
+                assert model.price(entry).seconds >= entry.count * kernel_roofline_s(entry, model.device, own)
+
+
+def test_without_low_precision_nothing_is_left_out_of_it() -> None:
+    """All products of a bf16 training have one price, whatever training in 8 bits would do with them."""
+    kept = product(4096, 32000, 4096, precision="bf16", low=False)
+    assert model_of("h100-sxm", "bf16").price(kept) == model_of("h100-sxm", "bf16").price(kept._replace(low=True))
+
+
+@lru_cache(maxsize=1)
+def convolutional() -> Model:
+    """Two layers, of which the second is the head, behind a convolution."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(16, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 64, 2048), nn.GELU(), nn.Linear(2048, 1000)
+    ).to(torch.bfloat16)
+    return trace(module, (torch.zeros(2, 16, 8, 8, dtype=torch.bfloat16),), loss="cross_entropy").model
+
+
+def products_of(model: Model, precision: str, kind: str) -> list[Launch]:
+    """Launches of a kind in all forwards."""
+    requests = [ComputeRequest(component=entry, phase=Phase.FORWARD, samples=64) for entry in model.components]
+    return [entry for request in requests for entry in component_kernels(request, precision, "cuda") if entry.kind == kind]
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_traced_head_and_convolutions_cost_what_they_do_in_bf16(precision: str) -> None:
+    cluster = cluster_from_profile(profile_from_parts("b200", 1))
+    planned = PlanningProblem(
+        model=convolutional(), cluster=cluster, global_batch=64, numerics=Numerics(precision=precision)
+    ).model
+    assert [entry.low for entry in products_of(planned, precision, "matmul")] == [True, False]
+    low, half = model_of("b200", precision), model_of("b200", "bf16")
+    own = [low.price(entry).seconds for entry in products_of(planned, precision, "convolution")]
+    assert own == [half.price(entry).seconds for entry in products_of(convolutional(), "bf16", "convolution")]
+    assert own
+
+
+def test_the_head_is_left_as_traced_where_nothing_is_in_low_precision() -> None:
+    assert model_in(convolutional(), "bf16") is convolutional()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_model_keeps_the_head_that_it_was_given(precision: str) -> None:
+    """A described transformer says itself which products stay in 16 bits; and a Model that was changed is not changed again."""
+    assert model_in(mixtral(), precision) is mixtral()
+    once = model_in(convolutional(), precision)
+    assert once is not convolutional()
+    assert model_in(once, precision) is once

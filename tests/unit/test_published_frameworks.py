@@ -1,20 +1,34 @@
-"""What published rows leave out and their frameworks do: clipping, a scaled loss, the limits of a fused kernel."""
+"""Published runs of frameworks and of convolutional networks: what rows leave out, and what answers learn of them."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments.published.answer import _problem, answer
-from experiments.published.predict import predict
+from experiments.published.fitting import PRIORS, SOURCE_SIGMA, Judged, covered, ends_of, fitted, held_out
+from experiments.published.predict import Facts, Predicted, predict
 from experiments.published.question import question_of
 from experiments.published.quoted import beyond_peak, contradiction, in_unit
 from experiments.published.rows import row_of
-from parsim.hardware.parts import load_gpu
-from parsim.model.catalogue.frameworks import plausible_frameworks
+from parsim.app.load import fixed_plan, problem_of
+from parsim.app.question import question_of as asked_question
+from parsim.costs.published import NOISE, NOTHING_LEARNT, SHARE, Effects, PublishedRun, class_of, features_of, learnt_of
+from parsim.hardware.parts import load_gpu, shipped_gpus
+from parsim.model.catalogue.frameworks import FRAMEWORKS, plausible_frameworks
 from parsim.model.catalogue.names import NAMED
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.predict.evaluate import evaluate
+from parsim.predict.explain import explain_plan
 from tests.published_row import row_with
+from tests.quick import some_quick
 
 OWN = {"hidden": "1536", "heads": "24", "tp": "8", "pp": "1", "dp": "1", "precision": "fp16"}
 
@@ -243,3 +257,251 @@ def test_casts_to_8_bits_that_the_kernels_before_make_take_no_time() -> None:
     )
     assert 768 / fused == pytest.approx(4174, rel=0.05)
     assert apart > 1.1 * fused
+
+
+# Rows of convolutional networks: what is read of them, what is assumed, and what is refused for which reason.
+
+IMAGES = {
+    "id": "x-0001",
+    "hardware": "A100-SXM4-80GB, 8/node",
+    "gpus": "8",
+    "model": "ResNet-50",
+    "global_batch": "2048",
+    "micro_batch": "256",
+    "precision": "fp16 amp",
+    "unit": "images/s",
+}
+
+
+def predicted(**values: str) -> tuple[float | None, str]:
+    found = predict(row_of({**IMAGES, **values}), raw=True)
+    return found.value, found.why
+
+
+def test_the_framework_is_part_of_the_question() -> None:
+    """MXNet fuses norms, PyTorch does not; arrays in the order of matrix units need no conversion."""
+    plain, why = predicted()
+    assert plain is not None
+    assert "assumed PyTorch" in why
+    last = predicted(notes="PyTorch, channels_last")[0]
+    fused = predicted(notes="MXNet, NHWC, fused batch norm; MLPerf v3.0", id="mlperf-resnet-1")[0]
+    assert last is not None
+    assert fused is not None
+    assert plain < last < fused
+
+
+@pytest.mark.parametrize(
+    ("values", "published", "within"),
+    [
+        ({"id": "dle-1", "hardware": "A100-SXM4-80GB", "gpus": "1", "global_batch": "256", "precision": "tf32"}, 938, 0.08),
+        ({"id": "dle-1", "hardware": "V100-SXM2-16GB, DGX-1"}, 8322, 0.08),
+        ({"id": "mlperf-1", "notes": "MXNet", "global_batch": "3264", "micro_batch": "408"}, 27188.7, 0.08),
+    ],
+)
+def test_published_resnets(values: dict[str, str], published: float, within: float) -> None:
+    """NVIDIA/DeepLearningExamples (PyTorch: TF32 in NCHW, AMP in NHWC) and MLPerf v2.1 (MXNet)."""
+    value, _ = predicted(**({"notes": "DLE PyTorch, NHWC"} | values))
+    assert value == pytest.approx(published, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "multiply_adds"),
+    some_quick(
+        [("resnext50_32x4d", 25.03e6, 4.23e9), ("resnext101_32x4d", 44.18e6, 7.99e9)], ("resnext50_32x4d", 25.03e6, 4.23e9)
+    ),
+)
+def test_networks_beside_the_zoo_are_the_published_ones(model: str, parameters: float, multiply_adds: float) -> None:
+    """Xie et al. 2017, table 1: 25.0 M parameters and 4.2 G multiply-adds of ResNeXt-50; torchvision has both."""
+    pytest.importorskip("torch")
+    loaded = load_model(ModelSpec(name=f"experiments.published.networks:{model}", input_shape=(3, 224, 224)))
+    products = [each for part in loaded.components for each in part.operators if each.kind != "memory_bound"]
+    assert sum(parameter.elements for parameter in loaded.parameters) == pytest.approx(parameters, rel=1e-3)
+    assert sum(each.count * each.forward_flop for each in products) / 2 == pytest.approx(multiply_adds, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_detector_is_answered_and_says_what_is_left_out() -> None:
+    """MLPerf v3.1: 710 images/s on four H100 (Mask R-CNN)."""
+    row = {"model": "Mask R-CNN", "hardware": "H100-SXM5-80GB, 4/node", "gpus": "4", "global_batch": "48", "micro_batch": ""}
+    found = predict(row_of({**IMAGES, **row, "notes": "MLPerf v3.1"}), raw=True)
+    assert found.value == pytest.approx(710, rel=0.15)
+    assert "RoIAlign" in found.why
+    assert "as in NVIDIA's implementations" in found.why
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("Stable Diffusion v2", "a diffusion"),
+        ("EfficientNet-B4", "a network of images"),
+        ("DLRM", "a recommender"),
+        ("RNN-T", "a recurrent"),
+        ("Whisper large", "an encoder with a decoder"),
+        ("Thinker 2000", "need not be a transformer"),
+    ],
+)
+def test_a_model_of_another_kind_is_no_gpt_of_its_parameters(model: str, kind: str) -> None:
+    """Their parameters are stated, and no shape is: a dense GPT of as many would be an answer to another question."""
+    value, why = predicted(model=model, params="865e6", unit="samples/s")
+    assert value is None
+    assert kind in why
+
+
+def test_a_host_that_decodes_binds_the_gpus() -> None:
+    """40 cores of a DGX-1 feed eight V100s no faster than 8,200 images/s, and one V100 as fast as it takes them."""
+    row = {"hardware": "V100-SXM2-16GB, DGX-1", "notes": "DLE PyTorch", "id": "dle-1"}
+    eight, why = predicted(**row)
+    one, alone = predicted(**row, gpus="1", global_batch="256")
+    assert eight == pytest.approx(8200)
+    assert "decodes 8200 images/s" in why
+    assert "decodes" not in alone
+    assert one is not None
+    assert 8 * one > 8200
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"global_batch": "", "micro_batch": ""}, "states no batch"),
+        ({"precision": "fp8"}, "no library has convolutions in 8 bits"),
+        ({"tp": "2"}, "only data parallelism"),
+        ({"unit": "TFLOP/s/GPU"}, "counts the FLOP of a transformer"),
+        ({"micro_batch": "100"}, "does not divide"),
+        ({"hardware": "TPU v4"}, "no single kind of GPU"),
+    ],
+)
+def test_refusals_say_why(values: dict[str, str], reason: str) -> None:
+    value, why = predicted(**values)
+    assert value is None
+    assert reason in why
+
+
+# Effects of published runs: what they are estimated as, what an unseen source may err by, and how answers apply them.
+
+
+def judged(name: str, source: str, ratio: float, run: PublishedRun) -> Judged:
+    """A run that took `ratio` times what was predicted."""
+    facts = Facts(model="gpt", gpus=8, tokens=1024, rate=False, run=run)
+    predicted = Predicted(row=row_of(row_with(id=name)), why="", facts=facts, value=1.0)
+    return Judged(predicted=predicted, log_error=-math.log(ratio), group="", source=source)
+
+
+UNNAMED = PublishedRun(gpu="h100-sxm", precision="bf16")
+HOPPER = replace(UNNAMED, framework="fsdp")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 50])
+def test_one_source_shows_as_much_of_its_chip_as_its_rows_can(rows: int) -> None:
+    """The best linear unbiased prediction of one of three effects: t^2 / (3 t^2 + s^2 + e^2 / n) of the mean of n rows."""
+    seen = [judged(str(number), "a", 1.1, HOPPER) for number in range(rows)]
+    effects = fitted([*seen, *(_far(number) for number in range(3))], [judged("guessed", "a", 1.1, UNNAMED)])
+    chip, source, noise = PRIORS["chip"] ** 2, SOURCE_SIGMA**2, NOISE[class_of(HOPPER)] ** 2
+    assert PRIORS["framework"] == PRIORS["chip"]
+    assert effects.mean["chip:Hopper"] == pytest.approx(math.log(1.1) * chip / (3 * chip + source + noise / rows), rel=1e-9)
+
+
+def _far(number: int) -> Judged:
+    return judged(f"v{number}", f"other {number}", 1.0, replace(HOPPER, gpu="v100-sxm-32gb", framework="megatron"))
+
+
+def test_boards_of_one_chip_share_what_was_learnt() -> None:
+    rows = [judged(f"{source}{number}", source, 1.2, HOPPER) for source in "abcde" for number in range(5)]
+    effects = fitted(rows, [judged("guessed", "a", 1.2, UNNAMED)])
+    h200, b200 = (effects.of(replace(HOPPER, gpu=gpu)) for gpu in ("h200", "b200"))
+    assert h200 == effects.of(HOPPER)
+    assert h200[0] > 0.05
+    assert 0.0 < b200[0] < h200[0]  # the framework's share of what they err by
+    assert b200[1] > h200[1]
+
+
+def test_a_source_is_judged_by_the_others() -> None:
+    rows = [judged(f"{source}{number}", source, 1.2, HOPPER) for source in "abc" for number in range(8)]
+    odd = [judged(f"odd{number}", "odd", 0.8, HOPPER) for number in range(8)]
+    medians = held_out([*rows, *odd])
+    assert all(medians[f"odd{number}"][0] > 0 for number in range(8))
+    inside = covered([*rows, *odd], medians)
+    assert not any(inside[f"odd{number}"][0] for number in range(8))
+
+
+def test_a_guessed_framework_is_judged_by_what_known_ones_have_shown_elsewhere() -> None:
+    rows = [judged(f"{source}{number}", source, 1.2, HOPPER) for source in "abc" for number in range(8)]
+    guessed = [judged(f"a{number}", "a", 1.5, UNNAMED) for number in range(8)]
+    medians = held_out(rows, guessed)
+    assert medians.keys() == {f"a{number}" for number in range(8)}
+    known = held_out(rows)
+    assert 0.0 < medians["a0"][0] < known["a0"][0]  # nothing of a framework, nor of guessing: no other source was guessed
+    assert medians["a0"][1] > known["a0"][1]
+    effects = fitted(rows, guessed)
+    fewer = fitted(rows, guessed[:1])
+    for name in ("chip:Hopper", "framework:fsdp", "framework:fsdp now"):  # guesses show nothing of these
+        assert effects.mean[name] == fewer.mean[name]
+    assert effects.mean["guess:16 bits or more"] > fewer.mean["guess:16 bits or more"] > 0.0
+    assert "guess:8 bits" not in effects.mean
+    assert effects.ends[class_of(UNNAMED)] != effects.ends[class_of(HOPPER)]
+
+
+@given(scores=st.lists(st.floats(-5, 5), min_size=1, max_size=60))
+def test_ends_hold_their_share_of_the_rows(scores: list[float]) -> None:
+    low, high = ends_of(np.array(scores), ["one"] * len(scores), SHARE)
+    assert low < 0 < high
+    assert sum(low <= score <= high for score in scores) >= SHARE * len(scores) - 1e-9
+
+
+def test_effects_are_read_as_they_were_written() -> None:
+    effects = fitted(
+        *([judged(f"{number}", f"{number % 3}", 1.1 + 0.01 * number, run) for number in range(9)] for run in (HOPPER, UNNAMED))
+    )
+    again = Effects.from_dict(effects.to_dict())
+    assert again.of(HOPPER) == pytest.approx(effects.of(HOPPER), abs=3e-4)
+    assert again.ends.keys() == NOISE.keys()
+
+
+@pytest.mark.parametrize("gpu", shipped_gpus())
+def test_every_shipped_gpu_has_an_interval_for_every_framework(gpu: str) -> None:
+    for framework in (*FRAMEWORKS, "unknown"):
+        learnt = learnt_of(PublishedRun(gpu=gpu, precision="bf16", framework=framework))
+        assert 0.7 < learnt.factor < 1.5
+        assert learnt.low < 1 < learnt.high
+        assert learnt.text
+
+
+def test_what_no_run_has_shown_widens_the_interval() -> None:
+    seen, unseen, unknown = (
+        learnt_of(replace(HOPPER, framework=framework)) for framework in ("megatron", "maxtext", "unknown")
+    )
+    assert seen.high / seen.low < unseen.high / unseen.low < unknown.high / unknown.low
+    mixture = replace(HOPPER, framework="megatron", experts=True)
+    assert "kind:experts on Hopper" in features_of(mixture)
+    assert class_of(mixture) == "experts"
+    assert learnt_of(mixture).high > seen.high
+
+
+SETTINGS = {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.microbatches": 1, "plan.zero_stage": 1}
+
+
+def asked_with_effects(**settings: Any) -> Any:
+    question = asked_question("gpt3-125m", cluster="8xh100-sxm", global_batch=64, settings={**SETTINGS, **settings})
+    problem = problem_of(question)
+    plan = fixed_plan(problem, question)
+    assert plan is not None
+    return problem, plan
+
+
+@pytest.mark.parametrize("framework", [{}, {"software.framework": "megatron"}])
+def test_an_answer_applies_the_factor_to_every_price_and_shows_it(framework: dict[str, Any]) -> None:
+    problem, plan = asked_with_effects(**framework)
+    learnt = problem.learnt
+    assert learnt.factor != 1.0
+    with_it, without = evaluate(problem, plan), evaluate(replace(problem, learnt=replace(learnt, factor=1.0)), plan)
+    assert with_it.result.step_s.median == pytest.approx(learnt.factor * without.result.step_s.median, rel=1e-6)
+    step = with_it.result.step_s
+    assert (step.p05, step.p95) == pytest.approx((step.median * learnt.low, step.median * learnt.high))
+    shown = [term for task in explain_plan(problem, with_it).tasks for term in task.terms if term.name == "published runs"]
+    assert shown
+    assert all(term.value == learnt.factor and "published runs" in term.detail for term in shown)
+
+
+def test_measured_profiles_and_other_models_learn_nothing() -> None:
+    measured = asked_question("gpt3-125m", cluster="dgx1-v100-32gb", global_batch=64)
+    images = asked_question("resnet50", cluster="8xh100-sxm", global_batch=64)
+    assert problem_of(measured).learnt == problem_of(images).learnt == NOTHING_LEARNT

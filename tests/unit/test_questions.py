@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 
 import parsim as ps
 from parsim.app.question import assumed_text, importable, is_run_file, question_from_file, question_of, taken_defaults
-from parsim.cli import main
 from parsim.errors import ConfigError, ModelError, ProfileError
 from parsim.execute.processes import launch
+from tests.commands import Told
 
 RUN = """\
 [model]
@@ -38,25 +37,15 @@ def net(width=8):
 
 NETWORK = {"cluster.network": "infiniband-400g"}
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def parsim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """Call `parsim ARGS` in tmp_path; returns the exit status, stdout and stderr."""
+def parsim(told: Told, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Told:
+    """Call `parsim ARGS` in tmp_path."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
-        with pytest.raises(SystemExit) as ending:
-            main()
-        captured = capsys.readouterr()
-        return int(ending.value.code or 0), captured.out, captured.err
-
-    return call
+    return told
 
 
-def refused(parsim: Call, *arguments: str) -> str:
+def refused(parsim: Told, *arguments: str) -> str:
     """The one message of a command that ends with status 1."""
     status, out, err = parsim(*arguments)
     assert (status, out) == (1, "")
@@ -109,7 +98,7 @@ def test_what_is_said_is_not_assumed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Call) -> None:
+def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Told) -> None:
     arguments = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp", "--set", "cluster.devices=4")
     document: dict[str, Any] = json.loads(parsim(command, *arguments, "--json")[1])
     result = document["chosen"] if command == "plan" else document
@@ -137,7 +126,7 @@ WRONG = {
 }
 
 
-def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: Path) -> None:
+def test_wrong_questions_have_one_message_with_the_fix(parsim: Told, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN.format(model="resnet50"))
     for words, parts in WRONG.items():
         message = refused(parsim, *words.split())
@@ -284,7 +273,7 @@ def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     assert any(line.startswith("precision fp32 was assumed") for line in lines)
 
 
-def test_the_folder_of_a_hugging_face_model_is_told_from_a_run_folder(parsim: Call, tmp_path: Path) -> None:
+def test_the_folder_of_a_hugging_face_model_is_told_from_a_run_folder(parsim: Told, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     said = refused(parsim, "plan", "mine", "--on", "8xh100-sxm", "--batch", "8")
@@ -302,7 +291,7 @@ def test_the_gpus_of_a_node_change_their_number_of_nodes_and_not_that_of_gpus() 
         machines("4xh100-sxm", 8)
 
 
-def test_gpus_beside_a_run_file_are_told_how_to_change_its_cluster(parsim: Call, tmp_path: Path) -> None:
+def test_gpus_beside_a_run_file_are_told_how_to_change_its_cluster(parsim: Told, tmp_path: Path) -> None:
     """`--set cluster.profile` would not do: a file with cluster.gpu may not have both."""
     (tmp_path / "run.toml").write_text(RUN.format(model="mlp"))
     said = refused(parsim, "plan", "run.toml", "--gpus", "8xh100-sxm")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.faster import parse_faster, what_would
+from parsim.app.check import parse_faster, what_would
 from parsim.app.large import DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
-from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.model.catalogue.names import NAMED
 from parsim.model.load import load_model
@@ -22,6 +20,7 @@ from parsim.model.spec import ModelSpec
 from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
 from parsim.predict.result import Interval
 from parsim.units import DAY_S, format_money
+from tests.commands import status_of
 
 DP = {"plan.strategy": "dp", "plan.zero_stage": 3, "plan.microbatches": 2, "plan.recompute": "none"}
 
@@ -178,7 +177,7 @@ def test_losses_follow_daly(days: float, devices: int, hours: float, write: floa
 
 
 def test_the_interval_is_about_the_best() -> None:
-    from parsim.engines.scenario.checkpointing import expected_run_s
+    from parsim.engines.whole_run import expected_run_s
 
     own = operation(50_000 * HOUR_S, 60, 600)
     found = losses_of(60 * DAY_S, 16_384, own)
@@ -226,10 +225,7 @@ def test_what_would_be_faster(answer: Answer) -> None:
 def test_the_command_prints_and_returns_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "llama3-8b", "--gpus", "8xh100-sxm", "--batch", "16", "--seq", "1024", "--tokens", "1e9", "--json"]
     sets = [f"{key}={value}" for key, value in (DP | {"model.args.layers": 1, "cluster.usd_per_hour": 4}).items()]
-    monkeypatch.setattr(sys, "argv", ["parsim", *arguments, *(part for text in sets for part in ("--set", text))])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    assert ending.value.code in (0, None)
+    assert status_of(monkeypatch, *arguments, *(part for text in sets for part in ("--set", text))) == 0
     training = json.loads(capsys.readouterr().out)["quoted"]["training"]
     assert training["tokens"] == 1e9
     assert training["price_source"] == "given"

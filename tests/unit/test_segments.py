@@ -6,30 +6,35 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import parsim
 from parsim.app.launch import check_runnable
 from parsim.engines import static
 from parsim.engines.static import compile_graph
-from parsim.errors import PlanError
+from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.model.component import Component, Parameter, Sharding, Value
+from parsim.model.component import Component, Parameter, Sharding, Value, ValueFootprint
+from parsim.model.formats import model_as_sent, value_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.plans.stages import as_megatron, rest_in_last, with_ends
 from parsim.predict.problem import PlanningProblem
 from parsim.program.columns import columns_of
 from parsim.program.lifetimes import KeptActivations
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Resource
-from parsim.program.taskgraph import TaskGraph, to_text
+from parsim.program.taskgraph import Resource, TaskGraph, to_text
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.execute.test_bad_run import cpu_profile
@@ -332,3 +337,123 @@ def test_a_plan_file_with_segments_is_refused_by_run_and_validate_and_leaves_no_
             with pytest.raises(ParsimError, match="the plan has segments, which parsim simulates and the executor cannot run"):
                 command("run.toml", out="out")
     assert not (tmp_path / "out").exists()
+
+
+# Stages as numbers of layers: a question says them, or its framework counts them out; torchtitan's and Megatron's rules.
+
+COUNTS = st.integers(1, 130)
+
+
+@given(COUNTS, st.integers(1, 40), st.integers(0, 3), st.integers(0, 3))
+def test_stages_with_ends_are_even_and_the_earliest_are_larger(layers: int, stages: int, first: int, last: int) -> None:
+    counts = with_ends(layers, stages, first, last)
+    if counts is None:
+        assert (layers + first + last) // stages < max(1, first, last)
+        return
+    filled = [*counts]
+    filled[0] += first
+    filled[-1] += last
+    assert sum(counts) == layers
+    assert min(counts) >= 0
+    assert filled == sorted(filled, reverse=True)
+    assert filled[0] - filled[-1] <= 1
+
+
+@given(COUNTS, st.integers(1, 40))
+def test_megatron_cuts_equally_or_takes_one_layer_from_an_end(layers: int, stages: int) -> None:
+    counts = as_megatron(layers, stages)
+    assert (counts is None) == all((layers + ends) % stages for ends in range(3))
+    if counts is not None:
+        assert sum(counts) == layers
+        assert len(set(counts[1:-1])) <= 1
+
+
+def stages_of(**settings: Any) -> list[int]:
+    """Layers of each stage of an answer for GPT-2 of 12 layers on a pipeline of two."""
+    keys = {"plan.strategy": "custom", "plan.mesh": {"pp": 2, "dp": 4}, "plan.microbatches": 4}
+    keys |= {key.replace("__", "."): value for key, value in settings.items()}
+    plan = parsim.plan("gpt2", cluster="8xh100-sxm", global_batch=64, settings=keys).chosen.plan
+    names = ([name.split(".")[1] for name in stage.components if name.startswith("h.")] for stage in plan.stages)
+    return [len(set(stage)) for stage in names]
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"software__framework": "megatron"}, [6, 6]),
+        ({"software__framework": "torchtitan"}, [6, 6]),
+        ({"software__framework": "megatron", "model__args": {"layers": 11}}, [6, 5]),
+        ({"software__framework": "torchtitan", "model__args": {"layers": 11}}, [6, 5]),
+        ({"plan__stage_layers": [9, 3]}, [9, 3]),
+        ({"plan__stage_layers": [12, 0], "software__framework": "megatron"}, [12, 0]),
+    ],
+)
+def test_a_plan_has_the_stages_that_are_counted_out(settings: dict[str, Any], counts: list[int]) -> None:
+    assert stages_of(**settings) == counts
+
+
+def test_layers_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"puts 13 layers into stages, and GPT-2.* has 12"):
+        stages_of(plan__stage_layers=[9, 4])
+
+
+def test_a_cut_that_the_framework_does_not_make_is_assumed_aloud() -> None:
+    keys = {"plan.strategy": "custom", "plan.mesh": {"pp": 5}, "software.framework": "megatron", "plan.microbatches": 8}
+    answer = parsim.plan("gpt2", cluster="5xh100-sxm", global_batch=64, settings=keys)
+    assert "megatron does not cut 12 layers evenly into 5 stages" in " ".join(answer.problem.model.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("stages", "counts"),
+    [(4, [16, 16, 16, 13]), (16, [4] * 15 + [1]), (32, [1, *[2] * 30, 0]), (24, None)],
+)
+def test_layouts_of_recipes_hold_what_no_equal_cut_does(stages: int, counts: list[int] | None) -> None:
+    assert rest_in_last(61, stages) == counts
+
+
+# Under autocast values and gradients are sent as wide as they arrive: 2 bytes where autocast made them.
+
+KEPT = ValueFootprint(bytes_per_sample=400, fixed_bytes=0, saved=True, savers=("b",))
+"""A stream that autocast leaves in fp32."""
+
+
+def sending_model(half: ValueFootprint | None = None) -> Model:
+    return Model(
+        name="two",
+        granularity="block",
+        components=(Component(name="a", inputs=("x",), outputs=("y",)), Component(name="b", inputs=("y",), outputs=("z",))),
+        values=(
+            Value(name="x", producer=None, bytes_per_sample=80, differentiable=False),
+            Value(name="y", producer="a", bytes_per_sample=400, storage_bytes_per_sample=800, half=half),
+            Value(name="z", producer="b", bytes_per_sample=4),
+        ),
+        inputs=("x",),
+        outputs=("z",),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8"])
+def test_without_autocast_the_model_is_the_same(precision: str) -> None:
+    whole = sending_model()
+    assert model_as_sent(whole, precision) is whole
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_what_was_not_recorded_shrinks_to_two_bytes_and_token_ids_do_not(precision: str) -> None:
+    sent = model_as_sent(sending_model(), precision)
+    assert [value.bytes_per_sample for value in sent.values] == [80, 200, 2]
+
+
+def test_what_was_recorded_decides() -> None:
+    assert model_as_sent(sending_model(KEPT), "amp_bf16").value["y"].bytes_per_sample == 400
+    assert model_as_sent(sending_model(replace(KEPT, bytes_per_sample=200)), "amp_bf16").value["y"].bytes_per_sample == 200
+
+
+@pytest.mark.parametrize("half", [None, KEPT, replace(KEPT, bytes_per_sample=200, savers=())])
+def test_memory_counts_the_same_values_afterwards(half: ValueFootprint | None) -> None:
+    whole = sending_model(half)
+    sent = model_as_sent(whole, "amp_bf16")
+    assert model_as_sent(sent, "amp_bf16") is sent
+    for before, after in zip(whole.values, sent.values, strict=True):
+        expected, found = value_in(before, "amp_bf16"), value_in(after, "amp_bf16")
+        assert replace(expected, half=None) == replace(found, half=None)

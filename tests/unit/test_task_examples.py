@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from parsim.app.functions import plan  # noqa: E402
-from tests.execute.test_bad_run import cpu_profile  # noqa: E402
-from tests.quick import some_quick  # noqa: E402
+import torch
+
+from parsim.app.functions import plan
+from tests.execute.test_bad_run import cpu_profile
+from tests.quick import some_quick
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 NAMES = ("segmentation", "language", "regression")

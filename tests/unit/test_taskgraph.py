@@ -9,8 +9,19 @@ from hypothesis import given
 from strategies import task_graphs
 
 from parsim.errors import GraphError
-from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task, parse_resource
-from parsim.program.taskgraph import TaskGraph, from_text, parse_work, to_text, work_text
+from parsim.program.taskgraph import (
+    COMPUTE,
+    HOST,
+    Origin,
+    Resource,
+    Task,
+    TaskGraph,
+    from_text,
+    parse_resource,
+    parse_work,
+    to_text,
+    work_text,
+)
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "taskgraph.txt"

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.to_target import asked_rules
-from parsim.cli import main
+from parsim.app.prediction import Prediction
+from parsim.app.relaxed import asked_rules
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
+from parsim.plans.convergence import step_condition
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
-from parsim.relaxed.to_target import LearningCourse, course_to, learnt_steps
+from parsim.relaxed.replicas import LearningCourse, LocalOptimizer, LocalTraining, course_to, learnt_steps
+from tests.commands import status_of
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,8 @@ def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("target", [0.0, 1.0, 95.0, -1.0])
-def test_a_target_that_is_no_accuracy_is_refused(answer: Answer, target: float) -> None:
+def test_a_target_that_is_no_accuracy_is_refused(target: float) -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(ConfigError, match="lies between 0 and 1"):
         answer.to_target(target)
 
@@ -146,9 +149,9 @@ def test_a_bad_target_or_rule_ends_the_command_before_it_plans(
 
     monkeypatch.setattr("parsim.app.functions.plan", never)
     question = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
-    assert run_command([*question, "--target-accuracy", "95"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "95") == 1
     assert "give 0.95 for 95%" in capsys.readouterr().err
-    assert run_command([*question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring"], monkeypatch) == 1
+    assert status_of(monkeypatch, *question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring") == 1
     assert "did you mean gossip" in capsys.readouterr().err
 
 
@@ -157,7 +160,8 @@ def test_a_rule_that_is_given_twice_is_compared_once() -> None:
     assert [str(rule) for rule in rules] == ["average/4", "merge/4"]
 
 
-def test_bad_questions_are_refused(answer: Answer) -> None:
+def test_bad_questions_are_refused() -> None:
+    answer = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, strategy="dp")
     with pytest.raises(PlanError, match="unknown"):
         answer.to_target(0.9, rules=["gossip/1 rings"])
     relaxed = parsim.plan(
@@ -195,13 +199,6 @@ def test_a_model_that_replicas_cannot_train_has_a_named_stand_in() -> None:
     assert "running statistics" in ranking.learner
 
 
-def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["parsim", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 def test_the_command_ranks_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,9 +217,80 @@ def test_the_command_ranks_and_draws(
     ]
     words += ["--set", "training.optimizer=sgd", "--set", "model.args.width=16"]
     asked = ["--target-accuracy", "0.4", "--rule", "average/4", "--curves", str(page), "--json"]
-    assert run_command([*words, *asked], monkeypatch) == 0
+    assert status_of(monkeypatch, *words, *asked) == 0
     found = json.loads(capsys.readouterr().out)["to_target"]
     assert found["target_accuracy"] == 0.4
     assert {entry["synchronisation"] for entry in found["contenders"]} == {"all_reduce", "average/4"}
     assert "plotly" in page.read_text(encoding="utf-8")
-    assert run_command([*words, "--rule", "average/4"], monkeypatch) == 2
+    assert status_of(monkeypatch, *words, "--rule", "average/4") == 2
+
+
+# The learning rate of a relaxed plan beside the step size that is known to converge, as answers tell it.
+
+
+def asked(rule: str, *, model: str = "mlp", devices: int = 4, **changes: object) -> Prediction:
+    overrides = [f"plan.synchronisation={rule}", *(f"{key.replace('__', '.')}={value}" for key, value in changes.items())]
+    args = {"width": 16} if model == "mlp" else {}
+    return parsim.simulate(
+        model, cluster="dgx1-v100-32gb", devices=devices, global_batch=64, args=args, strategy="adaptive", overrides=overrides
+    )
+
+
+def test_the_curvature_is_the_largest_eigenvalue_of_the_hessian() -> None:
+    problem = load_problem("digits", dtype=torch.float64)
+    training = LocalTraining(perceptron(problem, (3,), seed=1, dtype=torch.float64), problem, LocalOptimizer())
+    samples = np.arange(50)
+
+    def loss(weights: torch.Tensor) -> torch.Tensor:
+        return problem.loss(training.outputs(weights, problem.inputs[:50]), problem.targets[:50])
+
+    hessian = torch.autograd.functional.hessian(loss, training.start)
+    wanted = float(torch.linalg.eigvalsh(hessian).abs().max())
+    assert training.curvature(training.start, samples, iterations=100) == pytest.approx(wanted, rel=1e-4)
+    assert training.curvature(training.start, samples) <= wanted * (1 + 1e-9)
+
+
+def test_a_step_beyond_the_safe_one_is_warned_of_with_the_bound() -> None:
+    answer = asked("stale", devices=2, training__optimizer="sgd", training__learning_rate="1.5")
+    found = answer.step_size
+    assert found is not None
+    assert found.curvature is not None
+    curvature, samples = found.curvature
+    safe = step_condition(parse_synchronisation("stale"), replicas=1, stages=2).safe
+    assert safe is not None
+    assert found.times_safe == pytest.approx(1.5 * curvature / safe)
+    assert found.times_safe > 1
+    text = f"Safe step size here: {safe / curvature:.3g}, with L = {curvature:.3g} at the first weights ({samples} samples); "
+    assert found.warnings()[0].startswith(f"{text}yours, 1.5, is {found.times_safe:.2g} times that.")
+    assert found.warnings()[0] in answer.warnings
+    assert "gradients up to 2 updates late" in str(answer)
+    assert answer.to_dict()["step_size"]["times_safe"] == found.times_safe
+
+
+def test_momentum_counts_and_a_small_step_is_not_warned_of() -> None:
+    found = asked("average/4", training__learning_rate="0.001").step_size
+    assert found is not None
+    assert found.step == pytest.approx(0.01)
+    assert "yours, 0.001 / (1 - 0.9) = 0.01, is" in found.lines()[1]
+    assert found.warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "optimizer", "words"),
+    [
+        ("gossip/1 ring", "resnet50", "sgd", "Your step size, 0.02, is safe while L is at most"),
+        ("gossip/1 ring", "mlp", "adam", "adam scales its steps, so the bound does not apply to it"),
+        ("gossip/1 random_directed push_sum", "mlp", "sgd", "nothing is proven of push-sum"),
+        ("merge/4", "mlp", "sgd", 'nothing is proven of the merge "half" beyond quadratic losses'),
+        ("average/4 outer=nesterov", "mlp", "sgd", "quadratic losses diverge beyond 2/L"),
+    ],
+)
+def test_what_is_not_known_is_told(rule: str, model: str, optimizer: str, words: str) -> None:
+    found = asked(rule, model=model, training__optimizer=optimizer, training__learning_rate="0.02").step_size
+    assert found is not None
+    assert words in " ".join(found.lines())
+
+
+def test_synchronous_training_is_told_nothing() -> None:
+    found = parsim.simulate("mlp", cluster="dgx1-v100-32gb", devices=4, global_batch=64, args={"width": 16}, strategy="dp")
+    assert found.step_size is None

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.units import format_energy, format_money, format_seconds, three_digits
+from parsim.errors import PlanError
+from parsim.execute.processes.output import MARK, Progress, progress_text, read_progress_line, relayed, write_progress
+from parsim.plans.mesh import Mesh
+from parsim.units import divisors, format_energy, format_money, format_seconds, three_digits
 
 
 @pytest.mark.parametrize(
@@ -60,3 +63,44 @@ def test_three_digits_are_never_a_power_of_ten(value: float) -> None:
     text = three_digits(value)
     assert "e" not in text
     assert float(text.replace(",", "")) == pytest.approx(value, rel=5.1e-3)
+
+
+# Divisors, of sizes that somebody gave by mistake too.
+
+
+def test_divisors_are_those_of_trial_division() -> None:
+    for number in range(1, 200):
+        assert divisors(number) == tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+def test_those_of_large_numbers_take_no_time() -> None:
+    assert len(divisors(10**9)) == 100
+    with pytest.raises(PlanError, match="the nearest below that does: 500000000"):
+        Mesh(dp=10**9, ep=10**9 - 1)
+
+
+# The one line protocol between a rank and its parent: what is written is read back, and nothing else is taken for it.
+
+
+@given(st.one_of(st.text(), st.dictionaries(st.text(), st.text())))
+def test_what_is_written_is_read_back(progress: Progress) -> None:
+    """Whatever is in it: line breaks, quotes and other alphabets stay within the one line."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda line, flush: lines.append(line))
+        write_progress(progress)
+    (line,) = lines
+    assert "\n" not in line
+    assert line.isascii()
+    assert read_progress_line(line) == progress
+
+
+def test_other_lines_are_no_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    write_progress({"step": "3/10", "loss": "1.25"})
+    write_progress("nothing is left to measure")
+    texts: list[str] = []
+    hand_on = relayed(texts.append)
+    for line in ["UserWarning: something", f" {MARK}{{}}", *capfd.readouterr().out.splitlines()]:
+        hand_on(line)
+    assert texts == ["step 3/10, loss 1.25", "nothing is left to measure"]
+    assert progress_text({}) == ""

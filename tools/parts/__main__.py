@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.files import write_text_atomically
-from parsim.hardware.network import Network
-from parsim.hardware.parts import GpuPart, LinkPart
+from parsim.hardware.parts import GpuPart, LinkPart, Network
 from parsim.hardware.records import to_text
 from tools.parts.catalog import GPUS
 from tools.parts.gpus import all_fits

@@ -1,4 +1,4 @@
-"""Collectives of published logs, and the lines per protocol that explain them (`parsim.costs.communication.intranode`).
+"""Collectives of published logs, and the lines per protocol that explain them (`parsim.costs.communication.algorithms`).
 
 seconds = min over protocols of  base_s + hops * hop_s + traffic / (efficiency * rate) * S
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.communication.algorithms import nvls_traffic
 from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
-from parsim.costs.communication.intranode import nvls_traffic
 from parsim.costs.compute.formula import Array
 from tools.parts.robust import Errors, Prior, RowTable, errors, fit, leave_sources_out, named, source_weights
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.hardware.compose import load_profile
-from parsim.hardware.network import load_network
+from parsim.hardware.parts import load_network
 from parsim.hardware.profile import LinkProtocol, Profile
 from tools.parts import collectives
 from tools.parts.catalog import LLM_PROF

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from calibration.fit.operators import NORMAL_MAD, fit_operators, kernel_of, read_operator_points
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.costs.compute.formula import TILE_COEFFICIENTS, product_of
 from parsim.errors import DataError, ParsimError, ProfileError
 from parsim.hardware.compose import load_profile
@@ -32,7 +32,7 @@ from parsim.hardware.profile import (
     DeviceEntry,
     DeviceTypeEntry,
     LinkEntry,
-    LinkKindEntry,
+    LinkNumbers,
     NicSlot,
     Noise,
     Profile,
@@ -126,15 +126,15 @@ def build(data_dir: Path, name: str) -> Profile:
         device_types={DEVICE_TYPE: _device_type(facts, gigabytes, memory_key)},
         devices=[DeviceEntry(index=index, type=DEVICE_TYPE) for index in range(DEVICES)],
         link_kinds={
-            "nvlink": LinkKindEntry(
+            "nvlink": LinkNumbers(
                 bandwidth_bytes_per_s=Sourced(value=25e9, source="fit-links"),
                 latency_s=Sourced(value=0.0, source="fit-links"),
             ),
-            "pcie": LinkKindEntry(
+            "pcie": LinkNumbers(
                 bandwidth_bytes_per_s=Sourced(value=12e9, source="pcie-rate"),
                 latency_s=Sourced(value=1e-6, source="host-latency"),
             ),
-            "smp": LinkKindEntry(
+            "smp": LinkNumbers(
                 bandwidth_bytes_per_s=Sourced(value=12e9, source="fit-relay"),
                 latency_s=Sourced(value=1e-6, source="host-latency"),
             ),

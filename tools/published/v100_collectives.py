@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from parsim.costs.communication.algorithms import choices
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.units import MIB

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.communication.algorithms import line_at, protocol_lines
 from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
 from parsim.costs.communication.contention import RingSet, ring_set
-from parsim.costs.communication.intranode import choose_protocol, protocol_lines
-from parsim.costs.communication.regime_fits import fit_linear, rounded
+from parsim.costs.communication.measured import fit_linear, rounded
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.devices import device_name
@@ -31,7 +31,7 @@ def assign_protocols(
     assigned: dict[str, list[CollectivePoint]] = {}
     for point in points:
         rings = _rings(point, ring_count, 1.0)
-        _, protocol = choose_protocol(protocol_lines(point.operation, rings, model), point.size_bytes)
+        _, _, protocol = line_at(protocol_lines(point.operation, rings, model), point.size_bytes)
         assigned.setdefault(f"{protocol.algorithm} {protocol.protocol}", []).append(point)
     return assigned
 
@@ -73,12 +73,11 @@ def relative_errors(
     points: Sequence[CollectivePoint], model: LinkModel, lane_seconds_per_byte: float, ring_count: RingCount
 ) -> NDArray[np.float64]:
     """predicted / measured - 1, float64 [n]."""
-    predicted = [
-        choose_protocol(
-            protocol_lines(point.operation, _rings(point, ring_count, lane_seconds_per_byte), model), point.size_bytes
-        )[0]
-        for point in points
-    ]
+    predicted = []
+    for point in points:
+        lines = protocol_lines(point.operation, _rings(point, ring_count, lane_seconds_per_byte), model)
+        line, at_bytes, _ = line_at(lines, point.size_bytes)
+        predicted.append(line.seconds_at(at_bytes))
     return np.array(predicted) / _seconds(points) - 1.0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.errors import DataError, ParsimError
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
@@ -26,8 +26,8 @@ from parsim.hardware.profile import (
     DeviceEntry,
     DeviceTypeEntry,
     LinkEntry,
-    LinkKindEntry,
     LinkModel,
+    LinkNumbers,
     NicSlot,
     Profile,
     Provenance,
@@ -263,7 +263,7 @@ def _profile(
     device_type: str,
     device: DeviceTypeEntry,
     count: int,
-    kinds: dict[str, LinkKindEntry],
+    kinds: dict[str, LinkNumbers],
     links: list[LinkEntry],
     nics: list[NicSlot],
     nics_source: str,
@@ -303,8 +303,8 @@ def _device(base: Profile, memory: Sourced | None = None) -> DeviceTypeEntry:
     return entry if memory is None else entry.model_copy(update={"memory_bytes": memory})
 
 
-def _kind(rate: float, source: str, latency: Sourced) -> LinkKindEntry:
-    return LinkKindEntry(bandwidth_bytes_per_s=Sourced(value=rate, source=source), latency_s=latency)
+def _kind(rate: float, source: str, latency: Sourced) -> LinkNumbers:
+    return LinkNumbers(bandwidth_bytes_per_s=Sourced(value=rate, source=source), latency_s=latency)
 
 
 def _fits(base: Profile, device_type: str, device: DeviceTypeEntry, source: str) -> list[OperatorFit]:

@@ -23,13 +23,12 @@ from statistics import median
 
 import numpy as np
 
-from parsim.costs.communication.regime_fits import rounded
+from parsim.costs.communication.measured import rounded
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.hardware.records import Efficiency
-from parsim.model.catalogue.convolution import ConvolutionSoftware, run_by
-from parsim.model.catalogue.frameworks import FRAMEWORKS
+from parsim.model.catalogue.frameworks import FRAMEWORKS, ConvolutionSoftware, run_by
 from parsim.model.component import LOSS
 from parsim.model.formats import Numerics
 from parsim.model.load import load_model

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parsim.app.sweep.executing import SweepFolder
-from parsim.app.sweep.rows import CATEGORIES, FAILED
+from parsim.app.sweep.executing import CATEGORIES, FAILED, SweepFolder
 from parsim.app.sweep.sweep import open_sweep
 from parsim.errors import ConfigError
 from parsim.files import parse_toml, read_json, read_text
@@ -161,7 +160,6 @@ class Difference:
         return lines
 
     def _why(self, per: str, times: list[float]) -> list[str]:
-        """The parts of the time that changed, each with its share of the whole change."""
         change, small = times[1] - times[0], SMALL * max(times)
         rows = []
         for name, (first, second) in self.parts.items():

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from parsim.app.sweep.executing import COLUMNS, DOES_NOT_FIT, FAILED
 from parsim.app.sweep.points import TUNE, Axis, problem_of_axes
-from parsim.app.sweep.rows import COLUMNS, DOES_NOT_FIT, FAILED
 from parsim.errors import ConfigError, MissingDependencyError, near_matches
 from parsim.search.tree import is_tie
 from parsim.units import format_percent
@@ -131,7 +131,6 @@ class Goal:
         return [number for value, number in others if is_tie(*((value, taken) if self.least else (taken, value)))]
 
     def _eligible(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-        """Value and number of the rows that meet the conditions."""
         named = {self.column, *(condition.column for condition in self.conditions)}
         refused = {FAILED} if named & {"status", "fit_probability"} else {FAILED, DOES_NOT_FIT}
         return [
@@ -147,11 +146,8 @@ class Goal:
 def parse_goal(text: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Goal:
     """A goal over the columns of a table.
 
-    Args:
-        text: of the grammar above. rows: of the table: a column that none has a value of cannot be asked for. columns: known.
-
-    Raises:
-        ConfigError: what is not of the grammar, an unknown column, a unit of another dimension; with an example.
+    Args: text: of the grammar above. rows: of the table: a column that none has a value of cannot be asked for. columns: known.
+    Raises: ConfigError: what is not of the grammar, an unknown column, a unit of another dimension; with an example.
     """
     tokens = _tokens(text)
     if len(tokens) < 2 or tokens[0] not in ("min", "max", "minimize", "maximize"):
@@ -227,7 +223,6 @@ def dimension(column: str) -> str:
 
 
 def _column(word: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """The column that a word means. Raises ConfigError for none, and for one without values."""
     names = {*columns, *COLUMNS}
     if word not in names and word not in SHORT:
         raise ConfigError(f"--goal: there is no column {word!r}{near_matches(word, [*names, *SHORT])}")
@@ -251,9 +246,8 @@ FEWEST_BLOCKS = 8
 class FieldShare:
     """What one field does to a column.
 
-    Attributes:
-        first: the share of the column's variance that the field explains by itself. total: with all that it does together with
-            others. first_error, total_error: half of the 95% interval of the estimate.
+    Attributes: first: the share of the column's variance that the field explains by itself. total: with all that it does
+        together with others. first_error, total_error: half of the 95% interval of the estimate.
     """
 
     key: str
@@ -297,12 +291,9 @@ class Sensitivity:
 def sensitivity(axes: Sequence[Axis], rows: Sequence[Mapping[str, Any]], column: str, seed: int) -> Sensitivity:
     """Sobol indices of a column.
 
-    Args:
-        axes: of the sweep. rows: of `parsim.app.sweep.points.saltelli`, in its order; points that do not fit count, as
-            their time is known. column: of numbers. seed: of the intervals' resampling.
-
-    Raises:
-        ConfigError: too many points failed. MissingDependencyError: without SALib.
+    Args: axes: of the sweep. rows: of `parsim.app.sweep.points.saltelli`, in its order; points that do not fit count, as their
+        time is known. column: of numbers. seed: of the intervals' resampling.
+    Raises: ConfigError: too many points failed. MissingDependencyError: without SALib.
     """
     try:
         from SALib.analyze import sobol

@@ -106,9 +106,8 @@ HOW = "write KEY=1,2,4 (a list), KEY=256:4096:x2 (times 2), KEY=8:64:+8 (plus 8)
 class Axis:
     """One field and its values, or the two ends between which it is sampled.
 
-    Attributes:
-        key: of a run file, or of `SCALES`. values: in order; empty with `ends`.
-        ends: low and high. log: samples are uniform in the logarithm. whole: samples are rounded to whole numbers.
+    Attributes: key: of a run file, or of `SCALES`. values: in order; empty with `ends`. ends: low and high. log: samples are
+        uniform in the logarithm. whole: samples are rounded to whole numbers.
     """
 
     key: str
@@ -135,8 +134,7 @@ class Axis:
 def parse_axis(text: str) -> Axis:
     """One `--over KEY=VALUES`.
 
-    Raises:
-        ConfigError: an unknown field (with near matches), an empty range, a step that never arrives, no values.
+    Raises: ConfigError: an unknown field (with near matches), an empty range, a step that never arrives, no values.
     """
     key, equals, spec = text.partition("=")
     key, spec = key.strip(), spec.strip()
@@ -172,8 +170,7 @@ def axis_of(key: str, values: Sequence[Any] | tuple[float, float, str]) -> Axis:
 def axes_of(over: Mapping[str, Any] | Sequence[str | Axis]) -> tuple[Axis, ...]:
     """The axes of texts as `--over` takes them, or of a mapping from key to values (or to such a text).
 
-    Raises:
-        ConfigError: as `parse_axis`; none at all; one field twice.
+    Raises: ConfigError: as `parse_axis`; none at all; one field twice.
     """
     if isinstance(over, Mapping):
         axes = tuple(axis_of(str(key), values) for key, values in over.items())
@@ -267,8 +264,7 @@ SweptSettings = dict[str, Any]
 def grid(axes: Sequence[Axis]) -> list[SweptSettings]:
     """Every combination, the last axis fastest.
 
-    Raises:
-        ConfigError: an axis of two ends alone, which only samples can use; too many points.
+    Raises: ConfigError: an axis of two ends alone, which only samples can use; too many points.
     """
     for axis in axes:
         if axis.ends is not None:
@@ -341,8 +337,7 @@ IN_PLACE = {"cluster.profile": "cluster", "training.global_batch": "global_batch
 class BaseQuestion:
     """What every point asks, apart from what is swept.
 
-    Attributes:
-        model, cluster, global_batch, settings, overrides, example_inputs: as `parsim.plan` takes them.
+    Attributes: model, cluster, global_batch, settings, overrides, example_inputs: as `parsim.plan` takes them.
         samples_per_epoch: for the time and the price of an epoch; None: not known.
     """
 
@@ -370,8 +365,7 @@ class BaseQuestion:
 class SweepPoint:
     """One point.
 
-    Attributes:
-        number: its place in the sweep. settings: what was swept. key: of its content; equal keys have equal answers.
+    Attributes: number: its place in the sweep. settings: what was swept. key: of its content; equal keys have equal answers.
         question: None where `problem` says why there is none.
     """
 
@@ -437,7 +431,6 @@ def _value_digest(base: BaseQuestion) -> str:
 
 
 def _files(question: Question) -> dict[str, str]:
-    """The content of every file that a config names, by path."""
     cluster, plan = question.cluster, question.plan
     named = [question.model.name, cluster.profile, cluster.network, cluster.gpu, cluster.link, plan.strategy]
     paths = [Path(text) for text in named if text is not None and text.endswith((".json", ".toml"))]

@@ -15,9 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.app.calibration import Calibration
 from parsim.app.doctor import Say, progress
-from parsim.app.frames import frame
 from parsim.app.functions import AskedCluster, AskedModel
-from parsim.app.sweep.executing import RowLog, SweepFolder, here, here_or_in_processes, in_processes, on_dask
+from parsim.app.sweep.executing import (
+    COLUMNS,
+    FAILED,
+    MEMORY_PREFIX,
+    MEMORY_SUFFIX,
+    OK,
+    RowLog,
+    SweepFolder,
+    here,
+    here_or_in_processes,
+    in_processes,
+    on_dask,
+)
 from parsim.app.sweep.goal import Sensitivity, parse_goal, sensitivity
 from parsim.app.sweep.points import (
     Axis,
@@ -30,15 +41,12 @@ from parsim.app.sweep.points import (
     saltelli,
     sobol_sample,
 )
-from parsim.app.sweep.rows import COLUMNS, FAILED, MEMORY_PREFIX, MEMORY_SUFFIX, OK
 from parsim.errors import ConfigError, near_matches
 from parsim.files import value_text
 from parsim.model.model import Model
-from parsim.report.explorer import ExplorerData, write_explorer_page
 from parsim.report.legend import METRICS, axis_name, value_name
-from parsim.report.notebook import paragraph_html, table_html
 from parsim.report.picture import PAGES, checked_ending, plotted
-from parsim.report.tables import NOTHING, Column, ReportTable, format_rate, to_text
+from parsim.report.tables import NOTHING, Column, ReportTable, format_rate, frame, paragraph_html, table_html, to_text
 from parsim.units import format_bytes, format_money, format_seconds
 
 if TYPE_CHECKING:
@@ -157,6 +165,8 @@ class Sweep:
 
         Raises ConfigError: the path is a folder or does not end in .html, or the sweep has none and no path is given.
         """
+        from parsim.report.explorer import ExplorerData, write_explorer_page
+
         if path is None and self.folder is None:
             raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
         page = SweepFolder(Path(str(self.folder))).explorer if path is None else checked_ending(path, PAGES, "page")
@@ -429,7 +439,6 @@ def sweep(
 def _designed(
     axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
 ) -> tuple[list[SweptSettings], str]:
-    """The settings of every point, and the name of their design. Raises ConfigError for two designs, or one too large."""
     if sample is not None and sensitivity is not None:
         raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
     if sensitivity is not None:
@@ -440,7 +449,6 @@ def _designed(
 
 
 def _check_swept(base: BaseQuestion, axes: tuple[Axis, ...]) -> None:
-    """Raises ConfigError where an axis changes a part of a cluster or model that was given as a value."""
     for name, value in (("cluster", base.cluster), ("model", base.model)):
         swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
         if swept and value is not None and not isinstance(value, str | Path):
@@ -448,7 +456,6 @@ def _check_swept(base: BaseQuestion, axes: tuple[Axis, ...]) -> None:
 
 
 def _traced(base: BaseQuestion, first: SweptSettings) -> BaseQuestion:
-    """The question about the Model of a module, as the first point has it."""
     return replace(
         base,
         model=base.at(first).source.model,
@@ -476,7 +483,6 @@ def _answered(sweep: Sweep, points: Sequence[SweepPoint], place: PointPlace, fol
 def _ask_all(
     order: Sequence[SweepPoint], place: PointPlace, log: RowLog | None, answers: dict[str, dict[str, Any]], say: Say
 ) -> None:
-    """Fill `answers`, and the log, row by row."""
     by_number = {point.number: point for point in order}
     first_s = shown_s = time.monotonic()
     total, failed, done = len(order), 0, 0

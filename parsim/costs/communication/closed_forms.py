@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from parsim.costs.estimate import OverlapFactors, Term, TermOrigin, Terms
+from parsim.costs.estimate import OverlapFactors, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.profile import Overlap, Regime
 from parsim.units import format_bytes, format_seconds
@@ -19,10 +19,7 @@ from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv, Work
 
 
 def ring_steps(operation: str, group_size: int) -> int:
-    """Number of hops that follow one another on a ring of `group_size` >= 1 ranks.
-
-    2 (n - 1) for all_reduce; n - 1 for all_gather, reduce_scatter, broadcast and all_to_all.
-    """
+    """Number of hops that follow one another on a ring: 2 (n - 1) for all_reduce; n - 1 for the others."""
     return COLLECTIVE_KINDS[operation].hops(_group(group_size))
 
 
@@ -43,10 +40,8 @@ def ring_traffic(operation: str, group_size: int) -> float:
 
 
 def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
-    """Bus bandwidth as nccl-tests defines it: S / t times a factor of the operation, in bytes per second; 0 if no time passes.
-
-    The factor is 2 (n - 1)/n for all_reduce, 1 for broadcast and send_recv, (n - 1)/n for the others.
-    """
+    """Bus bandwidth as nccl-tests defines it: S / t times 2 (n - 1)/n for all_reduce, 1 for broadcast and send_recv, (n -
+    1)/n for the others; 0 if no time passes."""
     if seconds <= 0:
         return 0.0
     if operation == "send_recv":
@@ -67,17 +62,11 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
     """One pair of slowdown factors for a whole program, as the engines take it: means over its communication, weighted by
     time.
 
-    A small message leaves the processor to the computation while it waits for its peer; a large one keeps the processor
-    busy. So each message has the factors of its size, interpolated over log(size) between the measured sizes of its
-    operation (of all_reduce for operations without points). Sizes outside the range take the nearest. Of computation, the
-    interpolated and averaged quantity is the lost share of time, 1 - 1/factor.
-
-    Args:
-        measured: the profile's factors, with or without points by size.
-        works, seconds: pieces of work and the time of each; computation is ignored.
-
-    Returns:
-        Factors >= 1. Leaves out differences between single messages, and the size for a profile without points.
+    A small message leaves the processor to the computation while it waits for its peer; a large one keeps the processor busy.
+    So each message has the factors of its size, interpolated over log(size) between the measured sizes of its operation (of
+    all_reduce for operations without points). Sizes outside the range take the nearest. Of computation, the interpolated and
+    averaged quantity is the lost share of time, 1 - 1/factor. Leaves out differences between single messages, and the size for
+    a profile without points.
     """
     shares, weights = [], []
     for work, weight in zip(works, seconds, strict=True):
@@ -117,11 +106,8 @@ def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
 
 
 def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, float]:
-    """Find the line that prices a message, and the size at which to read it.
-
-    The most expensive of ascending lines: that of the size itself, or the end of an earlier line. So the time never falls with
-    the size, and beyond the last line it is extrapolated.
-    """
+    """The line that prices a message, and the size at which to read it: the most expensive of ascending lines, that of the
+    size itself or the end of an earlier one. So the time never falls with the size. Beyond the last line it is extrapolated."""
     most, seconds = (regimes[0], 0.0), -math.inf
     for number, regime in enumerate(regimes, start=1):
         end = regime.max_size_bytes
@@ -143,31 +129,28 @@ def moving_terms(
     seconds_per_byte: float,
     latency_s: float,
     *,
-    alone_seconds_per_byte: float | None = None,
-    groups: int = 0,
-    latency: str = "",
-    origin: TermOrigin = "fitted",
+    alone_seconds_per_byte: float,
+    groups: int,
+    latency: str,
 ) -> Terms:
     """Terms for the bytes, for contention if there is some, and for latency.
 
         seconds = bytes * seconds_per_byte alone + contention + latency
 
-    Contention is what the bytes take longer while other groups use the same links. Latency is not stretched.
+    Contention is what the bytes take longer while other groups use the same links. Latency is not stretched. Leaves out that
+    contention may end before the transfer does.
 
     Args:
-        seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone (None: nothing else runs).
-        groups: how many run at once. latency: what it consists of, as text. origin: of the numbers.
-
-    Returns:
-        The terms, in seconds. Leaves out that contention may end before the transfer does.
+        seconds_per_byte: of the whole array, while other groups run. alone_seconds_per_byte: alone.
+        groups: how many run at once. latency: what it consists of, as text.
     """
-    alone = seconds_per_byte if alone_seconds_per_byte is None else alone_seconds_per_byte
+    alone = alone_seconds_per_byte
     alone_s, seconds = alone * size_bytes, seconds_per_byte * size_bytes
-    terms = [Term("bytes", "start", alone_s, origin, f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
+    terms = [Term("bytes", "start", alone_s, "fitted", f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
     if seconds != alone_s:
         what = f"{groups} groups share links: {seconds_per_byte / alone:.3g} times as long as alone"
         terms.append(Term("contention", "plus", seconds - alone_s, "fitted", what))
-    terms.append(Term("latency", "plus", latency_s, origin, latency))
+    terms.append(Term("latency", "plus", latency_s, "fitted", latency))
     return tuple(terms)
 
 

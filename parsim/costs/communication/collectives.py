@@ -2,11 +2,10 @@
 group.
 
 The profile decides. Groups that were measured on this machine are priced by what was measured
-(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow
-from rings packed on the links of a node (`parsim.costs.communication.intranode`). Across nodes they also follow from the
-network (`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
-was measured on the DGX-1V that the link model describes. The other operations are derived from the same links by their
-closed forms, with a wider uncertainty.
+(`parsim.costs.communication.measured`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow from
+rings packed on the links of a node, and from the network across nodes (`parsim.costs.communication.algorithms`). Without a
+link model (gloo), times come from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model describes.
+The other operations are derived from the same links by their closed forms, with a wider uncertainty.
 
 Groups that run at the same time slow one another where they share a link, a network card or an uplink. The caller passes
 these groups as `concurrent`.
@@ -18,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
+from parsim.costs.communication.algorithms import choices, chosen_terms, inside_choice, link_model_of, parts_of, point_to_point
 from parsim.costs.communication.closed_forms import (
     hops_text,
     moving_terms,
@@ -36,14 +36,12 @@ from parsim.costs.communication.contention import (
     transfer_pace,
     uplink_rate,
 )
-from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
-from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, NodeShape
 from parsim.hardware.profile import CollectiveFit, LinkModel
-from parsim.model.routing import places_visited
+from parsim.model.divided import places_visited
 from parsim.units import format_bytes
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
@@ -53,13 +51,13 @@ GroupsAtOnce = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=65536)
-def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]) -> Hashable:
-    """A key that is equal for two groups of a cluster that cost the same.
+def alike(cluster: Cluster, group: tuple[int, ...], concurrent: GroupsAtOnce) -> Hashable:
+    """A key that is equal for two groups of a cluster that cost the same, in every collective but broadcast, whose root
+    depends on the order of ranks.
 
-    It holds for every collective but broadcast, whose root depends on the order of ranks. The key contains what prices depend
-    on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks. In a
-    plan of thousands of ranks most groups are such copies, of which one is priced. Raises ProfileError for a device that no
-    link joins.
+    It contains what prices depend on: per node its shape and the devices of the group and of the concurrent ones, and per leaf
+    the loads of its uplinks. In a plan of thousands of ranks most groups are such copies, of which one is priced. Raises
+    ProfileError for a device that no link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, "through", _distinct(concurrent))
@@ -83,8 +81,8 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 
 
 @lru_cache(maxsize=256)
-def _distinct(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Every group once, its ranks ascending, in first-seen order."""
+def _distinct(groups: GroupsAtOnce) -> GroupsAtOnce:
+    """Every group once, its ranks ascending."""
     return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
 
 
@@ -119,16 +117,14 @@ MEASURED_ON_LINKS = "all_reduce"
 DERIVED = ("communication:derived operation", EXTRAPOLATION_SIGMA)
 
 
-def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+def estimate_collective(work: Collective, cluster: Cluster, concurrent: GroupsAtOnce = ()) -> Estimate:
     """Price a collective over ranks of `cluster`.
 
     Args:
-        concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this
-            one. An example are the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
+        concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this one,
+            such as the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
 
-    Returns:
-        An Estimate. Fits include packing where it was measured (gloo); the link model leaves out packing, a copy in the
-        device's memory.
+    Fits include packing where it was measured (gloo); the link model leaves out packing, a copy in the device's memory.
 
     Raises:
         CostError: a group names an unknown rank or one rank twice; no link joins two members; the profile has neither a link
@@ -140,19 +136,19 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     if cluster.profile.communication.link_model is None:
         names = (packed_operation(work.operation), work.operation) if work.packed else (work.operation,)
         return _from_fits(names, len(work.group), work.size_bytes, cluster)
-    _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
+    _check_concurrent(cluster, concurrent, "a concurrent group")
     group = tuple(sorted(work.group))
     if COLLECTIVE_KINDS[work.operation].rooted:
         return _by_links(work, group, cluster, concurrent)
     estimates = known_estimates(cluster)
-    key = (work.operation, work.size_bytes, work.visits, alike(cluster, group, _hashable(concurrent)))
+    key = (work.operation, work.size_bytes, work.visits, alike(cluster, group, concurrent))
     if key not in estimates:
         estimates[key] = _by_links(work, group, cluster, concurrent)
     return estimates[key]
 
 
-def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
-    others = _distinct(_hashable(concurrent))
+def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: GroupsAtOnce) -> Estimate:
+    others = _distinct(concurrent)
     if COLLECTIVE_KINDS[work.operation].pairwise:
         return _pairwise(work.operation, group, work.size_bytes, cluster, others, work.visits)
     if len(cluster.spread(group)) > 1:
@@ -160,18 +156,13 @@ def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concur
     return _inside_node(work.operation, group, work.size_bytes, cluster, others)
 
 
-def _hashable(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return a tuple unchanged, because it may cache its hash."""
-    return groups if isinstance(groups, tuple) else tuple(groups)
-
-
 @lru_cache(maxsize=4096)
-def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], what: str) -> None:
+def _check_concurrent(cluster: Cluster, groups: GroupsAtOnce, what: str) -> None:
     for group in groups:
         _check_ranks(group, cluster, what)
 
 
-def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: GroupsAtOnce = ()) -> Estimate:
     """Price a transfer between two ranks, beside the `concurrent` ones of as many bytes (with or without this one).
 
     Inside a node it uses their direct lanes, or the path over PCIe and sockets if no lane joins them. Between nodes it goes
@@ -184,17 +175,16 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
         cores = cluster.core_of_rank(cluster.size)
         names = (ON_ONE_CORE, "send_recv") if cores[pair[0]] == cores[pair[1]] else ("send_recv",)
         return _from_fits(names, 2, work.size_bytes, cluster)
-    _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
+    _check_concurrent(cluster, concurrent, "a concurrent transfer")
     model = link_model_of(cluster)
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
     if crosses:
         parts_of(cluster)
-    beside = _hashable(concurrent)
-    if found := measured_transfer(cluster, pair, beside):
-        return _by_measured(*found, work.size_bytes, len({*beside, pair}))
-    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, beside)
-    alone = transfer_pace(cluster, model.link_kind, pair)[0] if beside else beta
-    at_once = distinct_pairs(beside)
+    if found := measured_transfer(cluster, pair, concurrent):
+        return _by_measured(*found, work.size_bytes, len({*concurrent, pair}))
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, concurrent)
+    alone = transfer_pace(cluster, model.link_kind, pair)[0] if concurrent else beta
+    at_once = distinct_pairs(concurrent)
     groups = len(at_once) + (pair not in at_once)
     estimates, key = (
         known_estimates(cluster),
@@ -222,7 +212,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
 
 
 def _inside_node(
-    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: GroupsAtOnce
 ) -> Estimate:
     model = link_model_of(cluster)
     if found := measured_fit(cluster, operation, group, concurrent):
@@ -252,7 +242,7 @@ def _inside_node(
 
 
 def _between_nodes(
-    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: GroupsAtOnce
 ) -> Estimate:
     network, model = parts_of(cluster)
     best = choices(operation, group, size_bytes, cluster, concurrent)[0]
@@ -274,7 +264,7 @@ def _pairwise(
     group: tuple[int, ...],
     size_bytes: int,
     cluster: Cluster,
-    concurrent: tuple[tuple[int, ...], ...],
+    concurrent: GroupsAtOnce,
     visits: int = 0,
 ) -> Estimate:
     """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace.
@@ -330,7 +320,6 @@ def _link_estimate(
 
 
 def packed_operation(operation: str) -> str:
-    """The name in profiles of a collective with packing."""
     return f"{operation}_packed"
 
 
@@ -355,13 +344,12 @@ def _by_measured(fit: CollectiveFit, contention: float, size_bytes: int, groups:
     widened = (("communication:size outside measured range", EXTRAPOLATION_SIGMA),) if outside else ()
     regime, at_bytes = regime_at(fit.regimes, size_bytes)
     where = f"regime up to {'any size' if regime.max_size_bytes is None else format_bytes(regime.max_size_bytes)}"
-    alone = None if contention == 1.0 else regime.seconds_per_byte
     return Estimate.of(
         moving_terms(
             at_bytes,
             regime.seconds_per_byte * contention,
             regime.latency_s,
-            alone_seconds_per_byte=alone,
+            alone_seconds_per_byte=regime.seconds_per_byte,
             groups=groups,
             latency=where,
         ),

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, Nodes, NodeShape, NodeSpread, Port
 from parsim.hardware.topology import SOCKETS, Link, Topology, walk_of
-from parsim.highs import solve
+from parsim.numeric import solve
 
 MAX_RING_DEVICES = 8
 PEELINGS = 100
@@ -43,18 +43,16 @@ Vertex = TypeVar("Vertex")
 def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
     """Pack as many edge-disjoint directed Hamiltonian cycles as the multigraph holds.
 
+    The count is exact: no vertex has lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian
+    cycles (HiGHS proves it). Which of several optimal packings is returned is not specified. Leaves out rings that pass through
+    devices outside the group.
+
     Args:
         lanes: lanes[i][j] >= 0 directed lanes from vertex i to vertex j, n x n with 2 <= n <= MAX_RING_DEVICES.
 
     Returns:
-        The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice). The count is exact: no
-            vertex has
-        lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian cycles (HiGHS proves it). Which
-            of
-        several optimal packings is returned is not specified. Leaves out rings that pass through devices outside the group.
-
-    Raises:
-        CostError: if n is out of range or the matrix is not square.
+        The rings, each the vertices in order from 0 on; one that occurs twice is listed twice. Raises CostError for another
+            matrix.
     """
     matrix = tuple(tuple(int(count) for count in row) for row in lanes)
     size = len(matrix)
@@ -160,16 +158,13 @@ class RingSet:
 
 
 def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
-    """Rings over `link_kind` lanes among `devices`; their order does not matter.
+    """Rings over `link_kind` lanes among `devices`, whose order does not matter, by the first of three forms that exists.
 
-    The first of three forms that exists is taken. (1) Rings packed on the lanes that join the devices directly, for at most
-    MAX_RING_DEVICES devices. (2) Rings through switches of that kind that join all devices (NVSwitch, a PCIe tree under one
-    root). They take the order of device numbers, and there are as many as the busiest link carries. (3) One ring in that order
-    whose hops use direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all
-    rings.
-
-    Leaves out rings of fewer devices joined by trees, and a better order in forms 2 and 3. Raises CostError if no path joins
-    two neighbours.
+    (1) Rings packed on the lanes that join the devices directly, for at most MAX_RING_DEVICES devices. (2) Rings through
+    switches of that kind that join all devices (NVSwitch, a PCIe tree under one root), in the order of device numbers, as many
+    as the busiest link carries. (3) One ring in that order whose hops use direct lanes where they exist and the path over other
+    links elsewhere. The slowest hop sets the rate of all rings. Leaves out rings of fewer devices joined by trees, and a better
+    order in forms 2 and 3. Raises CostError if no path joins two neighbours.
     """
     return _ring_set(topology, link_kind, tuple(sorted(devices, key=_number)))
 
@@ -292,14 +287,8 @@ class LinkRates:
 def group_pace(
     cluster: Cluster, link_kind: str, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> LinkRates:
-    """How fast a group of several nodes moves bytes on a `way` while the `concurrent` groups move as many.
-
-    Returns:
-        Rates in seconds per byte. Leaves out collisions of routes inside the network.
-
-    Raises:
-        CostError: a member's node has no network card.
-    """
+    """How fast a group of several nodes moves bytes on a `way` while the `concurrent` groups move as many. Leaves out
+    collisions of routes inside the network. Raises CostError for a member's node without a network card."""
     spread, nodes = cluster.spread(group), cluster.nodes
     others = shares_of_others(cluster, group, way, concurrent)
     inside = outside = port_latency = 0.0
@@ -416,10 +405,8 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
 
 @lru_cache(maxsize=65536)
 def ports_of(shape: NodeShape, member: int) -> tuple[Port, ...]:
-    """The network cards that a device sends by: those with the fewest links to it.
-
-    Devices with the same nearest cards divide them; where there are fewer cards than devices, they take turns.
-    """
+    """The network cards that a device sends by: those with the fewest links to it. Devices with the same nearest cards
+    divide them; where there are fewer cards than devices, they take turns."""
     nearest = _nearest(shape, member)
     if not nearest:
         raise CostError(
@@ -451,12 +438,10 @@ def way_out(shape: NodeShape, link_kind: str, member: int, port: Port) -> tuple[
 
 
 def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
-    """The rings of some devices of a node."""
     return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
 
 
 def reverse(step: LinkStep) -> LinkStep:
-    """A link in the other direction."""
     return step[1], step[0], step[2]
 
 
@@ -504,10 +489,8 @@ def shares_of_others(
 
 @lru_cache(maxsize=256)
 def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[NodeShare, ...]]:
-    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it.
-
-    Nodes with the same parts share one tuple.
-    """
+    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it. Nodes with
+    the same parts share one tuple."""
     by_node: dict[int, list[NodeShare]] = {}
     for group in dict.fromkeys(groups):
         spread = cluster.spread(group)
@@ -559,12 +542,9 @@ def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: W
 def transfer_pace(
     cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[float, bool, float]:
-    """Speed of a transfer (source, destination) while the `concurrent` ones run.
-
-    Returns:
-        Seconds per byte of its busiest link, whether it has direct lanes, and the latency of the links between the nodes in
-        seconds (0 inside one). Leaves out that a transfer speeds up once others have ended.
-    """
+    """Speed of a transfer (source, destination) while the `concurrent` ones run: seconds per byte of its busiest link,
+    whether it has direct lanes, and the latency of the links between the nodes in seconds (0 inside one). Leaves out that a
+    transfer speeds up once others have ended."""
     loads = transfer_loads(cluster, link_kind, pair)
     if concurrent:
         at_once = concurrent if pair in distinct_pairs(concurrent) else (*concurrent, pair)
@@ -586,7 +566,6 @@ def transfer_pace(
 
 @lru_cache(maxsize=256)
 def distinct_pairs(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
-    """The pairs, each once."""
     return frozenset(pairs)
 
 

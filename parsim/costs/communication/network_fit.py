@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.regime_fits import MIN_SIGMA, Z_90, rounded
+from parsim.costs.communication.measured import MIN_SIGMA, Z_90, rounded
 from parsim.costs.estimate import Estimate
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.network import Network, NetworkPoint
+from parsim.hardware.parts import Network, NetworkPoint
 from parsim.hardware.profile import Profile, Sourced
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
@@ -62,8 +62,7 @@ def fitted_network(network: Network, points: Sequence[NetworkPoint], machines: M
         points: of collectives between nodes. machines: the profile of a node, by the points' `machine`.
         source: key of the numbers' source, which the network lists.
 
-    Raises:
-        CostError: the network does not price one of the collectives. ProfileError: a machine lacks a device.
+    Raises CostError: the network does not price one of the collectives. ProfileError: a machine lacks a device.
     """
     measured = _measured(network, points, machines)
     factors = dict.fromkeys(FACTORS, 0.0)
@@ -90,11 +89,7 @@ def log_errors(network: Network, points: Sequence[NetworkPoint], machines: Mappi
 
 
 def nearest_network(networks: Sequence[Network], points: Sequence[NetworkPoint], machines: Mapping[str, Profile]) -> Network:
-    """The network whose closed forms come closest as they are.
-
-    Raises:
-        CostError: none of them prices the collectives.
-    """
+    """The network whose closed forms come closest as they are. Raises CostError: none of them prices the collectives."""
     near: list[tuple[float, Network]] = []
     for network in networks:
         try:

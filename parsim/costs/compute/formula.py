@@ -73,15 +73,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.compute.gpu import cuda_lowering, cuda_operators
 from parsim.costs.compute.launches import (
     AS_TRACED,
-    BIAS_GRADIENT,
+    BIAS_SUM,
     COPY,
     ComputeRequest,
     Halves,
     Launch,
     Lowering,
+    cuda_lowering,
+    cuda_operators,
     element_bytes,
     launches_of,
     operator_launches,
@@ -223,15 +224,12 @@ def tile_seconds(
     size_bytes: Array,
     coefficients: Mapping[str, float],
 ) -> Array:
-    """Seconds of products by the formula "tiles" of this module, for several shapes at once.
+    """Seconds of products by the formula "tiles" of this module, for several shapes at once: float64 [shapes].
 
     Args:
         rows, columns, depth, problems: sizes and the number of independent products; float64 [shapes].
         size_bytes: operands and result, float64 [shapes].
         coefficients: `TILE_COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
-
-    Returns:
-        Seconds, float64 [shapes]. Leaves out the cache and unaligned operands.
     """
     compute, memory, partial_sums = tile_parts(rows, columns, depth, problems, size_bytes, coefficients)
     seconds = _joined(compute, memory, coefficients["sharpness"]) + partial_sums
@@ -280,17 +278,13 @@ def attention_seconds(
     *,
     backward: bool = False,
 ) -> Array:
-    """Seconds of attention by the formula "fused_attention" of this module, for several shapes at once.
+    """Seconds of attention by the formula "fused_attention" of this module, for several shapes at once: float64 [shapes].
 
     Args:
         queries, keys, depth, value_depth: per head, float64 [shapes]. problems: heads of all samples.
-        causal: 1 where a query sees no later key, else 0.
-        size_bytes: arrays read and written.
+        causal: 1 where a query sees no later key, else 0. size_bytes: arrays read and written.
         coefficients: `ATTENTION_COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
         backward: five products instead of two.
-
-    Returns:
-        Seconds, float64 [shapes]. Leaves out windows and dropout.
     """
     units = coefficients["multiprocessors"]
     passes = BACKWARD_PASSES if backward else 1.0
@@ -583,7 +577,7 @@ class KernelModel:
                 made = operator_launches(
                     operator, request.phase, request.samples, self.precision, lowering, input_gradient=key[1]
                 )
-                known[key] = tuple([self._priced_launch(launch) for launch in made if launch.function != BIAS_GRADIENT])
+                known[key] = tuple([self._priced_launch(launch) for launch in made if launch.function != BIAS_SUM])
             launches += known[key]
         return launches
 
@@ -665,7 +659,7 @@ def component_kernels(
     launches = launches_of(
         operators, request.phase, request.samples, precision, lowering, input_gradient=request.input_gradient
     )
-    return tuple(launch for launch in launches if launch.function != BIAS_GRADIENT)
+    return tuple(launch for launch in launches if launch.function != BIAS_SUM)
 
 
 @lru_cache(maxsize=4096)

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.compute.formula import EXTRAPOLATED_SHARE, component_roofline_s, drift_of
-from parsim.costs.compute.gpu import gpu_launches
 from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, operator_times
 from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
@@ -151,21 +151,17 @@ GPU_TERMS: Mapping[str, Callable[[Mapping[str, float], str], dict[str, float]]] 
 """By kind of operator: the terms of a launch of these sizes in a phase that GPUs have besides."""
 
 
-def terms_of(kind: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Every term of a launch of a kind in `TERMS`, the floor among them, but those of GPUs alone."""
-    return {LAUNCH: 1.0, **TERMS[kind](sizes)}
-
-
-def gpu_terms_of(kind: str, sizes: Mapping[str, float], phase: str) -> dict[str, float]:
-    """The terms of a launch on a GPU, those of `terms_of` among them."""
-    return terms_of(kind, sizes) | (GPU_TERMS[kind](sizes, phase) if kind in GPU_TERMS else {})
+def terms_of(kind: str, sizes: Mapping[str, float], *, gpu_phase: str = "") -> dict[str, float]:
+    """Every term of a launch of a kind in `TERMS`, the floor among them; on a GPU, in a phase, with those of GPUs alone."""
+    terms = {LAUNCH: 1.0, **TERMS[kind](sizes)}
+    return terms | GPU_TERMS[kind](sizes, gpu_phase) if gpu_phase and kind in GPU_TERMS else terms
 
 
 def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> float:
     """Seconds of one launch. Leaves out steps of tile sizes and changes of algorithm."""
     terms = terms_of(surface.kind, sizes)
     if not surface.seconds_per_term.keys() <= terms.keys():
-        terms = gpu_terms_of(surface.kind, sizes, surface.phase)
+        terms = terms_of(surface.kind, sizes, gpu_phase=surface.phase)
     return sum(seconds * terms[name] for name, seconds in surface.seconds_per_term.items())
 
 
@@ -175,20 +171,13 @@ def log_sizes(sizes: Mapping[str, float]) -> NDArray[np.float64]:
 
 
 def distances(wanted: NDArray[np.float64], known: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Distance from each wanted launch to the nearest known one, by the size that differs most.
-
-    Args:
-        wanted: float64 [n, sizes], doublings. known: float64 [m, sizes].
-
-    Returns:
-        float64 [n] doublings.
-    """
+    """Distance from each wanted launch, float64 [n, sizes] in doublings, to the nearest known one, float64 [m, sizes], by
+    the size that differs most: float64 [n] doublings."""
     nearest: NDArray[np.float64] = np.abs(wanted[:, None, :] - known[None, :, :]).max(axis=2).min(axis=1)
     return nearest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Price(NamedTuple):
     """Seconds of a launch (all its occurrences), the surface's relative sigma, and the sigma added beyond its reach."""
 
     seconds: float
@@ -245,12 +234,8 @@ def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
 def stacked_terms(
     kind: str, shapes: Sequence[Mapping[str, float]], *, gpu_phase: str = ""
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Names of the terms, and their values for several launches: float64 [shapes, terms].
-
-    Args:
-        gpu_phase: of launches on a GPU, their phase; "": they are a CPU's.
-    """
-    rows = [gpu_terms_of(kind, shape, gpu_phase) if gpu_phase else terms_of(kind, shape) for shape in shapes]
+    """Names of the terms, and their values for several launches: float64 [shapes, terms]; arguments as of `terms_of`."""
+    rows = [terms_of(kind, shape, gpu_phase=gpu_phase) for shape in shapes]
     return list(rows[0]), np.array([list(row.values()) for row in rows], dtype=np.float64)
 
 
@@ -281,8 +266,8 @@ class Parts:
 
     Attributes:
         components: 1, or 1/2 for half a backward. seconds: by kind, of its launches alone.
-        sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds.
-        outside_s: seconds of launches beyond the surfaces' reach. counts: of launches, by kind.
+        sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds. outside_s: seconds of
+            launches beyond it. counts: of launches, by kind.
     """
 
     components: float
@@ -307,18 +292,16 @@ def component_parts(
     model: SurfaceModel,
     *,
     input_gradient: bool = True,
-    launched: Callable[..., tuple[Launch, ...]] = component_launches,
+    gpu_precision: str = "",
 ) -> Parts:
     """Split a component's forward or backward (or half of it) into launches, bytes and seconds.
 
-    Args:
-        model: surfaces that price the launches. launched: makes the launches (`launches_on`).
-        input_gradient: False if the component's inputs want no gradient.
-
-    Raises:
-        CostError: no surface covers a launch; the message names the first.
+    `model`: surfaces that price the launches. `gpu_precision`: of launches on a GPU; "": they are a CPU's. Raises CostError: no
+    surface covers a launch; the message names the first.
     """
-    launches = launched(component, phase, samples, input_gradient=input_gradient)
+    launches = component_launches(
+        component, phase, samples, gpu_precision or "fp32", on_gpu=bool(gpu_precision), input_gradient=input_gradient
+    )
     priced = [(launch, model.price(launch)) for launch in launches]
     by_kind: dict[str, list[Price]] = {}
     for launch, price in priced:
@@ -341,28 +324,11 @@ def component_parts(
     )
 
 
-def launches_on(device_kind: str, precision: str) -> Callable[..., tuple[Launch, ...]]:
-    """What makes the launches of a component on a kind of device."""
-    return partial(gpu_launches, precision=precision) if device_kind == "cuda" else component_launches
-
-
 def moved_bytes(component: Component, samples: int) -> float:
     """Bytes of activations that a component's operators read and write in one forward."""
     return float(
         sum(operator.count * operator.activation_bytes * operator_times(operator, samples) for operator in component.operators)
     )
-
-
-def composed_s(parts: Parts, composition: Composition | None) -> float:
-    """Seconds of the component; without a composition, of its launches alone.
-
-    Args:
-        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
-
-    Returns:
-        Seconds. Leaves out which model the component stands in.
-    """
-    return folded_s(composed_terms(parts, composition))
 
 
 def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
@@ -461,7 +427,7 @@ class LaunchModel:
             request.samples,
             self.surfaces,
             input_gradient=request.input_gradient,
-            launched=launches_on(self.device.kind, self.precision),
+            gpu_precision=self.precision if self.device.kind == "cuda" else "",
         )
 
     def _composition(self, phase: Phase) -> Composition | None:

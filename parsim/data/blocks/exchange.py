@@ -44,9 +44,7 @@ BlockPlace = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class BlockGrid:
     """The sizes of the pieces along every dim; block (i, j, ...) has the i-th piece of dim 0, the j-th of dim 1, and so on.
-
-    Blocks are numbered row by row. Every piece has at least one element, except that a dim of size 0 is one piece of size 0.
-    """
+    Blocks are numbered row by row. Every piece has at least one element, except that a dim of size 0 is one piece of size 0."""
 
     sizes: tuple[tuple[int, ...], ...]
 
@@ -57,11 +55,8 @@ class BlockGrid:
 
     @classmethod
     def even(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
-        """Equal blocks, `counts` of them along each dim; dims that `counts` leaves out are not cut.
-
-        Raises:
-            DataError: a count that does not divide its dim.
-        """
+        """Equal blocks, `counts` of them along each dim; dims that `counts` leaves out are not cut. Raises DataError: a count
+        that does not divide its dim."""
         counts = _one_per_dim(shape, counts)
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if count < 1 or size % count:
@@ -78,10 +73,7 @@ class BlockGrid:
     @classmethod
     def balanced(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
         """Blocks whose sizes differ by one at most, `counts` of them along each dim; the first of a dim are the larger ones.
-
-        Raises:
-            DataError: more blocks than elements along a dim.
-        """
+        Raises DataError: more blocks than elements along a dim."""
         counts = _one_per_dim(shape, counts)
         for dim, (size, count) in enumerate(zip(shape, counts, strict=True)):
             if not 1 <= count <= max(1, size):
@@ -109,25 +101,21 @@ class BlockGrid:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Blocks along every dim."""
         return tuple(map(len, self.sizes))
 
     def __len__(self) -> int:
         return math.prod(self.counts)
 
     def places(self) -> Iterator[BlockPlace]:
-        """The places of all blocks, in the order of their numbers."""
         return itertools.product(*map(range, self.counts))
 
     def number(self, place: Sequence[int]) -> int:
-        """The number of the block at a place."""
         number = 0
         for count, piece in zip(self.counts, place, strict=True):
             number = number * count + piece
         return number
 
     def place(self, number: int) -> BlockPlace:
-        """The place of a block."""
         pieces: list[int] = []
         for count in reversed(self.counts):
             number, piece = divmod(number, count)
@@ -170,7 +158,6 @@ def round_robin_owners(count: int, ranks: int) -> tuple[int, ...]:
 
 
 def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize: int) -> list[int]:
-    """What the blocks of each rank take."""
     sizes = [0] * ranks
     for place, owner in zip(grid.places(), owners, strict=True):
         sizes[owner] += math.prod(grid.block_shape(place)) * itemsize
@@ -178,11 +165,8 @@ def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize:
 
 
 def shared_owners(count: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Neighbouring blocks on one rank, in numbers proportional to the shares; rank r gets shares[r] / sum(shares) of them.
-
-    Raises:
-        DataError: a share below 0, or none above 0.
-    """
+    """Neighbouring blocks on one rank, in numbers proportional to the shares. Raises DataError: one is below 0, or none
+    above."""
     if not shares or min(shares) < 0 or sum(shares) <= 0:
         raise DataError(f"shares must be at least 0, and one of them above; got {list(shares)}")
     edges = [round(count * part / sum(shares)) for part in itertools.accumulate(shares)]
@@ -209,7 +193,6 @@ class Processes:
             raise DataError(f"blocks need at least 1 rank to own them, got {self.ranks}")
 
     def holds(self, owner: int) -> bool:
-        """Whether the blocks of rank `owner` are in this process."""
         return self.rank is None or owner == self.rank
 
     def gather(self, value: Any) -> list[Any]:
@@ -218,8 +201,9 @@ class Processes:
         They travel as JSON, never as a pickle: tuples arrive as lists.
         """
         if self.rank is None:
-            return [json.loads(json.dumps(value))]
-        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+            return [json.loads(json.dumps(value, default=dict))]
+        content = bytearray(json.dumps(value, default=dict).encode())
+        text = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         lengths = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
         lengths[self.rank] = len(text)
         dist.all_reduce(lengths, group=self.group)
@@ -227,7 +211,7 @@ class Processes:
         padded[: len(text)] = text
         everyone = [torch.empty_like(padded) for _ in range(self.ranks)]
         dist.all_gather(everyone, padded, group=self.group)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(everyone, lengths.tolist(), strict=True)]
+        return [json.loads(bytes(row[:length].cpu().numpy())) for row, length in zip(everyone, lengths.tolist(), strict=True)]
 
 
 def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
@@ -236,11 +220,8 @@ def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
 
 
 def on_process_group(group: ProcessGroup | None = None, *, device: str = "cpu") -> Processes:
-    """One rank per process of a torch.distributed group; left out, the default group.
-
-    Raises:
-        DataError: no process group, or one that this process is not in.
-    """
+    """One rank per process of a torch.distributed group; left out, the default group. Raises DataError: there is none, or this
+    process is not in it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise DataError("no process group; call torch.distributed.init_process_group first, or use in_one_process()")
     rank = dist.get_rank(group)
@@ -284,13 +265,8 @@ def exchange(
     dtype: torch.dtype,
     room_bytes: int = ROOM_BYTES,
 ) -> None:
-    """Write the parts that `moves` name into `targets`, which this rank has allocated. Every rank passes the same moves.
-
-    All blocks and targets have type `dtype`.
-
-    Raises:
-        DataError: room for less than one element.
-    """
+    """Write the parts that `moves` name into `targets`, which this rank has allocated. Every rank passes the same moves; all
+    blocks and targets have type `dtype`. Raises DataError: room for less than one element."""
     for move in moves:
         if processes.rank is None or move.sender == move.receiver == processes.rank:
             targets[move.target][move.write] = blocks[move.source][move.read]
@@ -301,11 +277,9 @@ def exchange(
 
 
 def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[list[Move]]:
-    """The moves between different ranks in rounds; what is larger than the room is sent in parts.
-
-    Moves are taken in turns, one per receiver, so that all ranks are busy. A move goes to the first round, from the last one of
-    its two ranks on, in which both have room for it.
-    """
+    """The moves between different ranks in rounds; what is larger than the room is sent in parts. Moves are taken in turns, one
+    per receiver, so that all ranks are busy. A move goes to the first round, from the last one of its two ranks on, in which
+    both have room for it."""
     if room_bytes < itemsize:
         raise DataError(f"room_bytes must hold at least one element of {itemsize} bytes, got {room_bytes}")
     rounds: list[list[Move]] = []
@@ -327,10 +301,8 @@ def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[lis
 
 
 def _in_turns(moves: Sequence[Move]) -> list[Move]:
-    """The moves between different ranks: the first of every pair of ranks, then the second of every pair, and so on.
-
-    Pairs follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction.
-    """
+    """The moves between different ranks: the first of every pair of ranks, then the second of every pair, and so on. Pairs
+    follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction."""
     turns: Counter[tuple[int, int]] = Counter()
     keyed = []
     for move in moves:
@@ -368,10 +340,8 @@ def _parts(move: Move, elements: int) -> list[Move]:
 def _send_and_receive(
     messages: list[Move], blocks: Mapping[int, Tensor], targets: Mapping[int, Tensor], processes: Processes, dtype: torch.dtype
 ) -> None:
-    """One message per pair of ranks. Its parts lie in the order of the moves, which both ends know.
-
-    Sent as bytes, since backends lack some dtypes.
-    """
+    """One message per pair of ranks, its parts in the order of the moves, which both ends know. Bytes, since backends lack some
+    dtypes."""
     outgoing: dict[int, list[Move]] = {}
     incoming: dict[int, list[Move]] = {}
     for move in messages:
@@ -430,11 +400,8 @@ def check_room(what: str, grid: BlockGrid, owners: Sequence[int], itemsize: int,
 
 
 def check_bytes(what: str, needed: Sequence[int], processes: Processes, *, rows: int | None = None) -> None:
-    """Raise DataError, on every rank, if what the ranks of a host (or a GPU) need is more than its free memory.
-
-    Args:
-        needed: bytes by rank. rows: of the array, to tell how many would fit.
-    """
+    """Raise DataError, on every rank, if what the ranks of a host (or a GPU) need is more than its free memory. needed: bytes
+    by rank. rows: of the array, to tell how many would fit."""
     if sum(needed) <= UNCHECKED_BYTES:
         return
     memory = socket.gethostname() if processes.device == "cpu" else f"{socket.gethostname()} {processes.device}"

@@ -69,12 +69,8 @@ def _reduction(kind: str) -> Callable[..., BlockTensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockTensor:
-    """An array cut by `grid`.
-
-    Attributes:
-        grid: the sizes of the blocks. owners: the rank of each block, by its number. dtype: of every block.
-        blocks: those that this process holds, by number; do not change them in place. processes: who the ranks are.
-    """
+    """An array cut by `grid`. owners: the rank of each block, by its number. dtype: of every block. blocks: those that this
+    process holds, by number; do not change them in place."""
 
     __array_ufunc__ = None  # so that array + blocks asks the blocks
 
@@ -127,16 +123,11 @@ class BlockTensor:
         return bool(self.equal(value).any())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """The whole array for NumPy, on every rank."""
         array = self.collect().numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def block(self, *place: int) -> Tensor:
-        """The block at a place of the grid, if this process holds it.
-
-        Raises:
-            DataError: there is no such block, or another rank has it.
-        """
+        """The block at a place of the grid. Raises DataError: there is no such block, or another rank has it."""
         if len(place) != self.ndim or not all(0 <= p < count for p, count in zip(place, self.grid.counts, strict=True)):
             raise DataError(f"there is no block {list(place)} in a grid of {list(self.grid.counts)} blocks, counted from 0")
         number = self.grid.number(place)
@@ -145,11 +136,9 @@ class BlockTensor:
         return self.blocks[number]
 
     def to(self, dtype: torch.dtype) -> BlockTensor:
-        """The values as another type."""
         return replace(self, dtype=dtype, blocks={number: block.to(dtype) for number, block in self.blocks.items()})
 
     def item(self) -> Any:
-        """The only element, on every rank."""
         if math.prod(self.shape) != 1:
             raise DataError(f"item() needs exactly one element, and the shape is {list(self.shape)}; reduce or index first")
         return self.collect().item()
@@ -205,7 +194,6 @@ class BlockTensor:
 
 
 def _owners(grid: BlockGrid, owners: Owners, processes: Processes) -> tuple[int, ...]:
-    """The owners asked for, checked, or neighbouring blocks on one rank."""
     if owners is None:
         return contiguous_owners(len(grid), processes.ranks)
     if len(owners) != len(grid) or not all(0 <= owner < processes.ranks for owner in owners):
@@ -229,11 +217,8 @@ def full(
     owners: Owners = None,
     processes: Processes | None = None,
 ) -> BlockTensor:
-    """An array of one value. grid: a BlockGrid, or counts of equal blocks along the dims.
-
-    Raises:
-        DataError: a grid that does not divide or is of another shape, wrong owners, more than there is memory for.
-    """
+    """An array of one value. grid: a BlockGrid, or counts of equal blocks along the dims. Raises DataError: a grid that does
+    not divide or is of another shape, wrong owners, more than there is memory for."""
 
     def fill(extent: tuple[slice, ...]) -> Tensor:
         return torch.full([along.stop - along.start for along in extent], value, dtype=dtype)
@@ -251,10 +236,8 @@ def random(
     owners: Owners = None,
     processes: Processes | None = None,
 ) -> BlockTensor:
-    """Random numbers of a row of RANDOM: the same array for a seed, whatever the grid, the owners and the number of processes.
-
-    Drawn in float64 and rounded to `dtype`. Raises DataError as `full`.
-    """
+    """Random numbers of a row of RANDOM, drawn in float64 and rounded to `dtype`: the same array for a seed, whatever the grid,
+    the owners and the number of processes. Raises DataError as `full`."""
     if distribution not in RANDOM:
         raise DataError(f"unknown distribution {distribution!r}{near_matches(distribution, RANDOM)}")
     if seed < 0 or not dtype.is_floating_point:
@@ -283,13 +266,10 @@ def from_array(
     processes: Processes | None = None,
     source: int | None = None,
 ) -> BlockTensor:
-    """An array as blocks.
+    """An array as blocks. Every rank passes the same array and copies its own blocks of it, so a memory-mapped file is read in
+    part. With `source`, only that rank passes the array (the others None), and the blocks are sent from there.
 
-    Every rank passes the same array and copies its own blocks of it, so a memory-mapped file is read in part. With `source`,
-    only that rank passes the array (the others None), and the blocks are sent from there.
-
-    Raises:
-        DataError: as `full`; an array that torch has no dtype for; no array where one is needed.
+    Raises DataError: as `full`; an array that torch has no dtype for; no array where one is needed.
     """
     processes = processes or in_one_process()
     if source is not None:
@@ -313,11 +293,8 @@ def from_blocks(
     owners: Owners = None,
     processes: Processes | None = None,
 ) -> BlockTensor:
-    """The blocks that this process owns, by place: read from files of its own, for instance.
-
-    Raises:
-        DataError: a block that is missing, not owned here, or of another shape or dtype.
-    """
+    """The blocks that this process owns, by place: read from files of its own, for instance. Raises DataError: a block that is
+    missing, not owned here, or of another shape or dtype."""
     processes = processes or in_one_process()
     numbered = {grid.number(place): block for place, block in blocks.items()}
     return BlockTensor(grid=grid, owners=_owners(grid, owners, processes), dtype=dtype, blocks=numbered, processes=processes)
@@ -406,10 +383,7 @@ def rechunk(
     """The array cut by `grid` (a BlockGrid, or counts of equal blocks). Without `owners`, neighbouring blocks are on one rank.
 
     Each pair of ranks exchanges what the old and new blocks have in common. A rank holds its old and new blocks, and at most
-    `room_bytes` on their way out and as much on their way in.
-
-    Raises:
-        DataError: a grid of another shape or that does not divide, wrong owners, more than there is memory for.
+    `room_bytes` on their way out and as much on their way in. Raises DataError as `full`.
     """
     target = _grid(tensor.shape, grid)
     dealt = _owners(target, owners, tensor.processes)
@@ -460,11 +434,8 @@ def _common(old: BlockGrid, new: BlockGrid, dim: int) -> list[list[tuple[int, sl
 
 
 def collect(tensor: BlockTensor, *, room_bytes: int = ROOM_BYTES) -> Tensor:
-    """The whole array on every rank, in messages of at most `room_bytes`.
-
-    Raises:
-        DataError: it does not fit into the memory of a machine, once per rank there.
-    """
+    """The whole array on every rank, in messages of at most `room_bytes`. Raises DataError: it does not fit into the memory of
+    a machine, once per rank there."""
     array = _collected(tensor, range(tensor.processes.ranks), room_bytes)
     assert array is not None
     return array
@@ -500,13 +471,11 @@ DIVISIONS = (operator.floordiv, operator.mod)
 
 
 def elementwise(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
-    """`function` of corresponding elements, broadcast as in NumPy.
+    """`function`, element by element, of corresponding blocks, broadcast as in NumPy.
 
     Operands are block tensors, numbers, and arrays, which every rank passes alike. Where block tensors are cut differently, the
-    later ones are cut as the first. The function is called with blocks, and must work element by element.
-
-    Raises:
-        DataError: shapes that do not broadcast, block tensors on different processes; on every rank, integers divided by zero.
+    later ones are cut as the first. Raises DataError: shapes that do not broadcast, block tensors on different processes; on
+    every rank, integers divided by zero.
     """
     aligned = _Aligned(operands)
     grid, processes = aligned.grid, aligned.processes
@@ -537,10 +506,8 @@ def apply(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
     """`function(block, ...)` for every block; the result may have other shapes and another dtype.
 
     Operands are as for `elementwise`. The results must fit together to a grid: blocks of one row of blocks have equally many
-    rows, and so on. The function must not communicate.
-
-    Raises:
-        DataError: on every rank, if the function raised on one, or if the results are no grid.
+    rows, and so on. The function must not communicate. Raises DataError: on every rank, if the function raised on one, or if
+    the results are no grid.
     """
     aligned = _Aligned(operands)
     blocks, failed, cause = {}, "", None
@@ -597,11 +564,9 @@ class _Aligned:
         self._blocks = [self._fetched(operand) if isinstance(operand, BlockTensor) else {} for operand in self.operands]
 
     def owned(self) -> list[int]:
-        """The blocks of the result that this process computes."""
         return [number for number, owner in enumerate(self.owners) if self.processes.holds(owner)]
 
     def inputs(self, number: int) -> list[Any]:
-        """The operands' parts for one block of the result."""
         place = self.grid.place(number)
         parts = []
         for operand, blocks in zip(self.operands, self._blocks, strict=True):
@@ -729,9 +694,7 @@ def reduce_blocks(
     floats are added up in float32 and rounded at the end, as in torch: with many blocks they would stand still.
 
     The minimum or maximum of values with a NaN is NaN, as in NumPy. Result blocks lie where the first block they need lies.
-
-    Raises:
-        DataError: a dim that is not there, an unknown kind, minimum, maximum or mean of nothing, a dtype torch cannot reduce.
+    Raises DataError: no such dim or kind, minimum, maximum or mean of nothing, a dtype torch cannot reduce.
     """
     if kind not in REDUCTIONS and kind != "mean":
         raise DataError(f"unknown reduction {kind!r}{near_matches(kind, [*REDUCTIONS, 'mean'])}")
@@ -809,13 +772,9 @@ def take(
 ) -> BlockTensor:
     """The rows `order` (positions along `dim`, repeats allowed; or bools, one per row) in this order.
 
-    Args:
-        sizes: of the result's pieces along `dim`; None for as many pieces as now, of equal size up to one.
-        owners: of the result's blocks; None for neighbouring blocks on one rank.
-        room_bytes: of the largest message of a round.
-
-    Raises:
-        DataError: a position outside, sizes that do not sum to the rows, more than there is memory for.
+    sizes: of the result's pieces along `dim`; None for as many as now, of equal size up to one. owners: of the result's blocks;
+    None for neighbouring blocks on one rank. Raises DataError: a position outside, sizes that do not sum to the rows, more than
+    there is memory for.
     """
     rows = _positions(tensor, order, dim)
     if sizes is None:
@@ -870,7 +829,6 @@ def _row_moves(tensor: BlockTensor, grid: BlockGrid, owners: Sequence[int], rows
 
 
 def full_order(sizes: Sequence[int], seed: int) -> Ints:
-    """A uniformly random permutation of the rows."""
     return permutation(sum(sizes), seed)
 
 
@@ -881,12 +839,9 @@ def block_order(sizes: Sequence[int], seed: int) -> Ints:
 
 
 def pair_order(sizes: Sequence[int], seed: int) -> Ints:
-    """Random pairs of blocks, the rows of each pair permuted among both; an odd block is permuted by itself.
-
-    Each rank exchanges rows with few others. It is not uniform: the rows of a block come from two blocks at most.
-
-    Source: the pairwise shuffle of dislib's ds-tensor.
-    """
+    """Random pairs of blocks, the rows of each pair permuted among both; an odd block is permuted by itself. Each rank
+    exchanges rows with few others. Not uniform: the rows of a block come from two blocks at most. Source: the pairwise shuffle
+    of dislib's ds-tensor."""
     starts = np.cumsum([0, *sizes])
     blocks = full_order([1] * len(sizes), seed)
     order = np.empty(sum(sizes), dtype=np.int64)
@@ -902,13 +857,12 @@ ORDERS: dict[str, Callable[[Sequence[int], int], Ints]] = {"full": full_order, "
 
 
 def shuffle(*tensors: BlockTensor, seed: int, kind: str = "full", room_bytes: int = ROOM_BYTES) -> tuple[BlockTensor, ...]:
-    """The rows (dim 0) of all tensors in one random order, so that samples and targets stay paired.
+    """The rows (dim 0) of all tensors in one random order, so that samples and targets stay paired. Pieces keep their sizes and
+    ranks.
 
     The order depends on the seed and, for `full`, on the number of rows alone; for the other kinds on the pieces of the first
-    tensor too. It never depends on the number of processes. Pieces keep their sizes and ranks.
-
-    Raises:
-        DataError: tensors of different lengths, an unknown kind, a seed below 0.
+    tensor too. It never depends on the number of processes. Raises DataError: different lengths, an unknown kind, a seed below
+    0.
     """
     if kind not in ORDERS:
         raise DataError(f"unknown kind of shuffle {kind!r}{near_matches(kind, ORDERS)}")
@@ -928,11 +882,8 @@ def shuffle(*tensors: BlockTensor, seed: int, kind: str = "full", room_bytes: in
 
 
 def select(tensor: BlockTensor, key: Any) -> BlockTensor:
-    """`tensor[key]` by NumPy's rules. Blocks of which nothing is selected are left out.
-
-    Raises:
-        DataError: a position outside, too many dims, two lists, a list separated from an int by other dims, a step of 0.
-    """
+    """`tensor[key]` by NumPy's rules. Blocks of which nothing is selected are left out. Raises DataError: a position outside,
+    too many dims, two lists, a list separated from an int by other dims, a step of 0."""
     indices = _complete(tensor, key if isinstance(key, tuple) else (key,))
     lists = [place for place, index in enumerate(indices) if isinstance(index, np.ndarray)]
     if len(lists) > 1:
@@ -1034,10 +985,8 @@ def _parts(grid: BlockGrid, dim: int, index: int | slice) -> list[Selected]:
 
 
 def concatenate(tensors: list[BlockTensor], dim: int = 0) -> BlockTensor:
-    """One after the other along a dim; blocks stay where they are, if all are cut alike along the other dims.
-
-    Where they are not, they are cut as the first one. Raises DataError for shapes or dtypes that do not go together.
-    """
+    """One after the other along a dim; blocks stay where they are, if all are cut alike along the other dims; else they are cut
+    as the first one. Raises DataError for shapes or dtypes that do not go together."""
     if not tensors:
         raise DataError("concatenate needs at least one block tensor, got none")
     first = tensors[0]
@@ -1083,12 +1032,9 @@ def to_dtensor(
 ) -> DTensor:
     """The array on a DeviceMesh of the same ranks. Blocks that lie as the DTensor needs them are not sent.
 
-    Args:
-        placements: Shard(dim) or Replicate() per mesh dim, each tensor dim on one mesh dim at most; None for Shard(0),
-            Shard(1), ... over the dims of the mesh.
-
-    Raises:
-        DataError: other ranks, a placement of another kind, a dim that is not there or sharded twice.
+    placements: Shard(dim) or Replicate() per mesh dim, each tensor dim on one mesh dim at most; None for Shard(0), Shard(1),
+    ... over the dims of the mesh. Raises DataError: other ranks, a placement of another kind, a dim that is not there or
+    sharded twice.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -1118,12 +1064,9 @@ def to_dtensor(
 
 def from_dtensor(dtensor: DTensor, *, group: ProcessGroup | None = None) -> BlockTensor:
     """The local shards of a DTensor as blocks, without a copy. What is replicated belongs to the first rank that holds it.
+    group: the ranks of the mesh, left out for the default group.
 
-    Args:
-        group: the ranks of the mesh, left out for the default group.
-
-    Raises:
-        DataError: a placement other than Shard and Replicate, a dim sharded twice, or a mesh of other ranks.
+    Raises DataError: a placement other than Shard and Replicate, a dim sharded twice, or a mesh of other ranks.
     """
     mesh, local = dtensor.device_mesh, dtensor.to_local()
     dims = _sharded_dims(mesh, dtensor.placements, dtensor.ndim)

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00000020/` with two files per rank. `rank-0000.pt` holds its tensors by *global* name (the
 qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest, and a
-digest of itself (`parsim.execute.checkpoint.manifest`); it is written second. Each is written to a temporary file, forced to
+digest of itself (`parsim.execute.checkpoint.checkpoint`); it is written second. Each is written to a temporary file, forced to
 disk and renamed. The checkpoint exists once the pairs of all ranks are complete and agree on step, seed and ranks. Until
 then, or if anything of it cannot be read, the previous checkpoint counts. No rank waits for another.
 
@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parsim.errors import ExecutionError
-from parsim.execute.checkpoint.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
-from parsim.files import PARTIAL, write_atomically, write_problem
+from parsim.files import PARTIAL, parse_json, read_regular, version_problem, write_atomically, write_problem
 from parsim.model.optimizers import COUNTERS, HOST_COUNTERS
 
 if TYPE_CHECKING:
@@ -42,6 +45,90 @@ _SHARED = ("weights", "buffers", "optimizer", "progress")
 _SECTIONS = (*_SHARED, "rng", "own")
 _UNNAMED = ("progress", "rng", "own")
 """Sections whose names are no parameters or buffers."""
+
+
+# What a rank's part of a checkpoint holds: the JSON beside its tensors. Its digest covers every byte of the file, so no damaged
+# manifest is read: neither half a name nor another step.
+
+
+SCHEMA_VERSION = 3
+LARGEST_BYTES = 256 * 2**20
+MOST_RANKS = 2**20
+LARGEST = 2**62
+_DIGEST = "digest"
+
+Section = Annotated[str, Field(pattern="^(weights|buffers|optimizer|progress|rng|own)$")]
+CountInFile = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
+RankInFile = Annotated[int, Field(strict=True, ge=0, lt=MOST_RANKS)]
+RankCount = Annotated[int, Field(strict=True, ge=1, lt=MOST_RANKS)]
+CountsInFile = Annotated[tuple[CountInFile, ...], Field(max_length=MOST_RANKS)]
+FragmentEntries = tuple[
+    Annotated[int, Field(strict=True, ge=0, lt=64)],
+    RankCount,
+    RankInFile,
+    RankCount,
+    CountInFile,
+    Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)],
+    CountsInFile,
+    CountsInFile,
+    CountInFile,
+]
+"""A `Fragment` as a list: dim, blocks, shard, ways, start, stop, shape, runs, size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The .json beside a rank's tensors; `writer` tells the files of one attempt of one launch from another's."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    schema_version: int
+    step: CountInFile
+    seed: Annotated[int, Field(strict=True, ge=-LARGEST, lt=LARGEST)]
+    world_size: RankCount
+    rank: RankInFile
+    writer: str
+    size_bytes: CountInFile
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    names: dict[Section, list[str]]
+    fragments: dict[Section, dict[str, FragmentEntries]] = field(default_factory=dict)
+
+    @property
+    def checkpoint(self) -> tuple[str, int, int, int]:
+        return self.writer, self.world_size, self.step, self.seed
+
+
+@cache
+def _reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+def manifest_text(manifest: Manifest) -> str:
+    return _with_digest(asdict(manifest))
+
+
+def _with_digest(document: dict[str, Any]) -> str:
+    body = json.dumps(document)
+    return json.dumps({**document, _DIGEST: hashlib.sha256(body.encode()).hexdigest()})
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a file. Raises OSError or ValueError: it cannot be read, another version of parsim wrote it, it is
+    damaged, or holds what no manifest holds."""
+    content = read_regular(path, LARGEST_BYTES)
+    document = parse_json(content)
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    document.pop(_DIGEST, None)
+    if content != _with_digest(document).encode():
+        raise ValueError("its digest is not that of its content")
+    if problem := version_problem(document, SCHEMA_VERSION):
+        raise ValueError(problem)
+    try:
+        return _reader().validate_python(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +166,9 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
-    """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned.
-
-    Every rank calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints.
-    Raises ExecutionError: the files cannot be written (a full disk, no permission, a folder that is gone).
-    """
+    """Write this rank's part of the checkpoint after `step` steps into a folder of `folder`, which is returned. Every rank
+    calls it with the same `step`. Rank 0 then removes what is older than the `keep` newest complete checkpoints. Raises
+    ExecutionError: the files cannot be written (a full disk, no permission, a folder that is gone)."""
     import torch
 
     place = folder / f"step-{step:08d}"
@@ -118,10 +203,8 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 
 
 def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | None:
-    """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
-
-    folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
-    """
+    """The newest complete and undamaged checkpoint of a folder, or None; warns about each newer one it skips. digests: of all
+    that it holds are compared, which reads all of it."""
     return next(checkpoints(folder, digests=digests), None)
 
 
@@ -151,10 +234,8 @@ def _checkpoint(place: Path, manifests: Sequence[Manifest]) -> Checkpoint:
 
 def discard_unfinished(folder: Path) -> list[Path]:
     """Remove what ranks that have ended left half written, or half removed: files that were not renamed, and checkpoints that
-    lack a part, which are returned. Those that are complete and damaged stay, for whoever wants to look.
-
-    No rank may write into the folder meanwhile.
-    """
+    lack a part, which are returned. Those that are complete and damaged stay, for whoever wants to look. No rank may write into
+    the folder meanwhile."""
     removed = []
     for path in folder.glob(f"*/.*{PARTIAL}"):
         with contextlib.suppress(OSError):
@@ -169,7 +250,6 @@ def discard_unfinished(folder: Path) -> list[Path]:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether there is any, complete or not."""
     return bool(step_folders(folder))
 
 
@@ -179,14 +259,11 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     Files are mapped into memory. A weight, or the state of a parameter, is read and put together when it is asked for, so that
     whoever takes one after the other needs memory for one. Keep what is needed twice.
 
-    Args:
-        checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
-            number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
-            of the lowest rank that has them, and there is no random state.
+    rank: under the same plan, this rank's number, whose own buffers and random state come first. Under another plan leave it
+    out: buffers are then those of the lowest rank that has them, and there is no random state.
 
-    Raises:
-        ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do not
-            fit together raise it when they are asked for.
+    Raises ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do
+    not fit together raise it when they are asked for.
     """
     import torch
 
@@ -333,10 +410,8 @@ def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
 
 
 def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into live parameters or buffers of the same names, in place.
-
-    Raises ExecutionError: a live name is not saved, or has another shape.
-    """
+    """Copy saved tensors into live parameters or buffers of the same names, in place. Raises ExecutionError: a live name is not
+    saved, or has another shape."""
     import torch
 
     for name, value in live.items():
@@ -365,10 +440,8 @@ def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
 
 
 def not_finite(state: RankState, trained: Collection[str]) -> str:
-    """The first tensor with a NaN or an infinity, in words; "" if there is none.
-
-    Weights that are not `trained`, and buffers, may hold infinities (a mask), which are no sign of divergence.
-    """
+    """The first tensor with a NaN or an infinity, in words; "" if there is none. Weights that are not `trained`, and buffers,
+    may hold infinities (a mask), which are no sign of divergence."""
     import torch
 
     for name, weight in state.weights.items():
@@ -420,7 +493,6 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
-    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing)."""
     entries: list[Manifest] = []
     for path in sorted(place.glob("rank-*.json")):
         try:
@@ -460,10 +532,8 @@ UNUSED = "unused-"
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, which could not be read when a training went on from this one: their new places.
-
     Else they would count among those that are kept, and one that can be read again would bring back another training. No rank
-    may write into the folder meanwhile.
-    """
+    may write into the folder meanwhile."""
     moved = []
     for place in step_folders(folder):
         if step_of(place) > step:

@@ -14,16 +14,14 @@ from parsim.model.component import ParameterShard
 from parsim.model.model import Model
 from parsim.model.optimizers import COUNTERS
 from parsim.model.runnable import CallProgram
-from parsim.model.shard.pieces import assemble
+from parsim.model.shard.apply import assemble
 from parsim.program.buckets import HeldParameter
 
 
 class Fragment(NamedTuple):
     """Elements `start` to `stop` (flat; stop -1: all) of shard `shard` of `ways`, which has `shape` (empty: as it comes).
-
-    Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.pieces` does.
-    `size`: of a dim whose pieces are padded; else 0.
-    """
+    Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.apply` does. `size`: of a
+    dim whose pieces are padded; else 0."""
 
     dim: int = 0
     blocks: int = 1
@@ -37,12 +35,10 @@ class Fragment(NamedTuple):
 
     @property
     def part(self) -> ParameterShard:
-        """How the whole is cut."""
         return ParameterShard(name="", dim=self.dim, blocks=self.blocks, runs=self.runs, size=self.size)
 
 
 def fragment_from(entries: Sequence[Any]) -> Fragment:
-    """From a fragment as a plain list."""
     values: Any = (tuple(entry) if isinstance(entry, list | tuple) else entry for entry in entries)
     return Fragment(*values)
 
@@ -51,7 +47,6 @@ WHOLE = Fragment()
 
 
 def fragment_of(held: HeldParameter) -> Fragment:
-    """What a rank holds of a parameter."""
     if held.part is None:
         return WHOLE
     return piece_of(held.part, held.shard, held.ways)
@@ -63,10 +58,8 @@ def piece_of(part: ParameterShard, shard: int, ways: int) -> Fragment:
 
 
 def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
-    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but COUNTERS.
-
-    The number of dims does not tell: the momentum of a 0-dim parameter has none either.
-    """
+    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but COUNTERS. The number of
+    dims does not tell: the momentum of a 0-dim parameter has none either."""
     return isinstance(value, Tensor) and key not in COUNTERS
 
 
@@ -112,10 +105,8 @@ def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[s
 
 
 def check_names(model: Model, recorded: Mapping[str, CallProgram]) -> None:
-    """Raise ExecutionError where this rank's `recorded` programs have other names of values than the model that was planned.
-
-    Ranks address what they exchange by these names. They differ where a forward iterates over a set.
-    """
+    """Raise ExecutionError where this rank's `recorded` programs have other names of values than the model that was planned, as
+    where a forward iterates over a set. Ranks address what they exchange by these names."""
     for component in model.components:
         program = recorded[component.name]
         for kind, planned, here in (

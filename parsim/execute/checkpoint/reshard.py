@@ -52,9 +52,7 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
 
 def _moved(old: PlanIndex, new: PlanIndex) -> set[str]:
     """The parameters that some rank needs under the new plan and does not hold, whole and with all of its state, under the old.
-
-    From data parallelism to a pipeline that is none: nothing has to be sent, over a link that may be why the plan changes.
-    """
+    From data parallelism to a pipeline that is none: nothing has to be sent, over a link that may be why the plan changes."""
     if old.plan.zero_stage or old.plan.synchronisation.is_relaxed:
         return {parameter.name for parameter in old.model.parameters}
     moved: set[str] = set()
@@ -65,11 +63,9 @@ def _moved(old: PlanIndex, new: PlanIndex) -> set[str]:
 
 
 def whole_weights(stage: StageReplica, *, averaged: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All weights and buffers of the model, whole, on every rank; of running statistics those of the lowest rank.
-
-    Every rank calls it at once, between two steps. Where each has all weights anyway, only buffers are sent. averaged: the
-    moving averages of the weights instead.
-    """
+    """All weights and buffers of the model, whole, on every rank; of running statistics those of the lowest rank. Every rank
+    calls it at once, between two steps. Where each has all weights anyway, only buffers are sent. averaged: the moving averages
+    instead."""
     state = stage.state()
     if averaged:
         trained = {parameter.name for parameter in stage.layout.model.parameters if parameter.trainable}
@@ -161,7 +157,6 @@ def _collect(holders: Mapping[Fragment, _Holder], held: Any, device: torch.devic
 
 
 def _sent(kind: _Kind, source: Tensor | None, rank: int, device: torch.device) -> Tensor:
-    """A copy on every rank of what `rank` has."""
     if source is None:
         tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
     else:

@@ -149,10 +149,8 @@ def _cycles_per_s(device: torch.device) -> float:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """A tensor's memory under another storage, which holds the tensor; no mode of torch sees it being made.
-
-    Modes that count memory would take it for the first reader of what has just arrived.
-    """
+    """A tensor's memory under another storage, which holds the tensor; no mode of torch sees it being made. Modes that count
+    memory would take it for the first reader of what has just arrived."""
     with _DisableTorchDispatch():
         return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
@@ -213,12 +211,8 @@ class Group(NamedTuple):
 
 
 class TimedGroups(NamedTuple):
-    """What was timed, group by group.
-
-    Attributes:
-        seconds: of the device. issue_s: of the host, to queue the calls. hidden: the host had queued everything before the
-            device began; else `seconds` may hold the host's. spent_s: of the host, to queue everything.
-    """
+    """What was timed, group by group: seconds of the device, and of the host to queue the calls. hidden: the host had queued
+    everything before the device began; else `seconds` may hold the host's. spent_s: of the host, to queue everything."""
 
     seconds: list[float]
     issue_s: list[float]
@@ -227,12 +221,8 @@ class TimedGroups(NamedTuple):
 
 
 def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None) -> TimedGroups:
-    """Queue all groups behind one hold and read the events.
-
-    A group with nothing before it begins at the event that ended the group before: a queue holds about a thousand entries.
-
-    hold_s: None: without a hold, for calls that wait for the device.
-    """
+    """Queue all groups behind one hold (None: without, for calls that wait for the device) and read the events. A group with
+    nothing before it begins at the event that ended the group before: a queue holds about a thousand entries."""
     clock.synchronize()
     if hold_s is not None:
         clock.hold(hold_s)
@@ -256,10 +246,8 @@ def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None
 
 
 def timed_groups(clock: DeviceClock, groups: Sequence[Group]) -> TimedGroups:
-    """Time all groups behind one hold; once more behind a longer one where the hold was too short.
-
-    Calls must not wait for the device: such a call is never hidden.
-    """
+    """Time all groups behind one hold; once more behind a longer one where the hold was too short. Calls must not wait for the
+    device: such a call is never hidden."""
     hold_s = FIRST_HOLD_S
     while True:
         timed = timed_once(clock, groups, hold_s)

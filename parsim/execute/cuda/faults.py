@@ -53,12 +53,9 @@ def visible_devices(wanted: Sequence[int], seen: str = "") -> str:
 def out_of_memory(
     *, rank: int, step: int, predicted: Mapping[str, int], held: Mapping[str, int], allocated_bytes: int, kept: str
 ) -> OutOfMemoryError:
-    """The message for a rank whose allocation failed.
-
-    Args:
-        step: that was to be made, from 0. predicted: the lines of tensors of this rank; empty: not known.
-        held: bytes that stay between steps, by line. allocated_bytes: at the failure. kept: about the last checkpoint.
-    """
+    """The message for a rank whose allocation failed in a step (from 0). predicted: the lines of tensors of this rank;
+    empty: not known. held: bytes that stay between steps, by line. allocated_bytes: at the failure. kept: about the last
+    checkpoint."""
     where = f"rank {rank} ran out of memory in step {step} with {format_bytes(allocated_bytes)} allocated"
     if not predicted:
         return OutOfMemoryError(f"{where}; use more devices or microbatches, or a smaller training.global_batch. {kept}")
@@ -102,9 +99,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 @contextlib.contextmanager
 def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iterator[None]:
     """Inside, a GPU's fault becomes one message, as it does in a step: OutOfMemoryError, RankLostError or ExecutionError.
-
-    doing: what the rank does now, in words.
-    """
+    doing: what the rank does now, in words."""
     try:
         yield
     except RuntimeError as error:
@@ -175,7 +170,6 @@ def failed_assertion(rank: int, where: str, error: BaseException, kept: str = ""
 
 
 def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
-    """The message for a rank whose device is lost."""
     return RankLostError(
         f"rank {rank} lost {device} in step {step}: {_reason(error)}. {kept} `nvidia-smi` and the system log (Xid) say whether "
         "the GPU is well",
@@ -185,7 +179,6 @@ def lost_device(rank: int, device: str, step: int, error: BaseException, kept: s
 
 
 def checkpoint_text(step: int | None) -> str:
-    """What is left of the training."""
     if step is None:
         return "No checkpoint was written yet: the training starts again."
     return f"The checkpoint of step {step} is kept: `parsim run --resume` continues from there."

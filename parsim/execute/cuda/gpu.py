@@ -36,8 +36,6 @@ class MemoryUse:
 
 
 class MemoryCounters:
-    """The counters of torch.cuda."""
-
     def __init__(self, device: torch.device) -> None:
         import torch
 
@@ -66,7 +64,6 @@ class MemoryCounters:
 
 
 def counters_of(device: torch.device) -> MemoryCounters | None:
-    """None for a CPU."""
     return MemoryCounters(device) if device.type == "cuda" else None
 
 
@@ -162,10 +159,8 @@ def usable_gpus() -> tuple[int, str]:
 
 
 def check_gpus(ranks: int, *, measures: bool) -> None:
-    """A GPU of this host per rank, or ranks that share some on purpose. measures: the ranks are timed.
-
-    Raises ExecutionError: too few GPUs, none that torch can use, or ranks that would be timed while they share one.
-    """
+    """Raise ExecutionError unless this host has a GPU per rank that torch can use, or ranks share some on purpose and are not
+    timed (`measures`)."""
     available, why = usable_gpus()
     needed = 1 if sharing() else ranks
     asks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
@@ -190,11 +185,9 @@ def prepare_cuda(rank: int) -> None:
 
 
 def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
-    """The rank's GPU, as torch's current device. Called before anything but `prepare_cuda` has begun with CUDA.
-
-    Where it is `alone`, nobody else's memory may lie there. It is looked at before NCCL takes some. Raises ExecutionError: this
-    host has fewer GPUs than ranks, torch cannot use them, or somebody else does.
-    """
+    """The rank's GPU, as torch's current device. Called before anything but `prepare_cuda` has begun with CUDA. Where it is
+    `alone`, nobody else's memory may lie there: it is looked at before NCCL takes some. Raises ExecutionError: this host has
+    fewer GPUs than ranks, torch cannot use them, or somebody else does."""
     import torch
 
     prepare_cuda(rank)

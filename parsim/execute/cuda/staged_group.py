@@ -84,13 +84,11 @@ class StagedGroup(_Base):  # type: ignore[misc]
 
 
 def register_staged() -> None:
-    """Make the backend known to torch.distributed in this process."""
     if STAGED not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
 
 
 def _staged(read: Sequence[Tensor], written: Sequence[Tensor], call: Callable[[Copies, Copies], Any]) -> Any:
-    """Copy to the host, communicate, wait, copy back."""
     from_device = [tensor.detach().to("cpu", copy=True).contiguous() for tensor in read]
     to_device = from_device if written is read else [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in written]
     call(from_device, to_device).wait()
@@ -100,7 +98,6 @@ def _staged(read: Sequence[Tensor], written: Sequence[Tensor], call: Callable[[C
 
 
 def _ended(tensors: list[Tensor]) -> Any:
-    """Work that has ended."""
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tensors)
     return c10d._create_work_from_future(done)

@@ -34,7 +34,7 @@ from torch import Tensor
 from parsim.execute.cuda.driver import Driver
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.streams import Operation, TaskTime
-from parsim.program.task import HOST
+from parsim.program.taskgraph import HOST
 
 S = TypeVar("S")
 E = TypeVar("E")
@@ -59,8 +59,6 @@ class _End(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """A task between two events."""
-
     task: int
     stream: str
     start: Any
@@ -192,7 +190,6 @@ class CudaStreams(Generic[S, E]):
         return self._streams[name]
 
     def _look_at(self, queue: deque[_Waiting]) -> None:
-        """Note the head of a queue if it waits for nothing any more."""
         if queue and not self._missing[queue[0].number]:
             heapq.heappush(self._ready, queue[0])
 
@@ -242,7 +239,6 @@ class CudaStreams(Generic[S, E]):
         return _Timed(task, stream, start, end)
 
     def _enqueued(self, task: int, on: S, end: E) -> None:
-        """What waited for the task waits for one less."""
         self._ends[task] = _End(on, end, {**self._behind.get(on, {}), on: self._issued})
         for entry in self._dependents.pop(task, ()):
             self._missing[entry.number] -= 1

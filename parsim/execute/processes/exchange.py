@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from parsim.data.blocks.exchange import on_process_group
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.heartbeat import pulse
 
@@ -29,29 +29,19 @@ T = TypeVar("T")
 
 
 def meet() -> None:
-    """A barrier of all ranks."""
     with pulse().waiting():
         dist.barrier()
 
 
 def gather_values(value: Any) -> list[Any]:
     """What every rank gave, by rank, on all ranks. Tuples arrive as lists."""
-    text = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(default_device())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=text.device) for _ in range(dist.get_world_size())]
     with pulse().waiting():
-        dist.all_gather(sizes, torch.tensor([text.numel()], device=text.device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=text.device)
-    padded[: text.numel()] = text
-    parts = [torch.empty_like(padded) for _ in sizes]
-    with pulse().waiting():
-        dist.all_gather(parts, padded)
-    return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        return on_process_group(device=str(default_device())).gather(value)
 
 
 def value_of_rank_0(value: Any) -> Any:
     """What rank 0 gave, on all ranks; the others' value is not read."""
-    content = _text(value) if dist.get_rank() == 0 else b""
+    content = json.dumps(value, default=dict).encode() if dist.get_rank() == 0 else b""
     size = torch.tensor([len(content)], device=default_device())
     with pulse().waiting():
         dist.broadcast(size, src=0)
@@ -60,14 +50,12 @@ def value_of_rank_0(value: Any) -> Any:
         held.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     with pulse().waiting():
         dist.broadcast(held, src=0)
-    return _value(held)
+    return json.loads(bytes(held.cpu().numpy()))
 
 
 def done_by_rank_0(place: ProcessPlace, work: Callable[[], T]) -> T | None:
-    """Rank 0 does the work, and returns its result; the others wait for it, however long it takes, and return None.
-
-    Every rank calls it. Where there is no store, the others wait in a barrier.
-    """
+    """Rank 0 does the work, and returns its result; the others wait for it, however long it takes, and return None. Every rank
+    calls it. Where there is no store, the others wait in a barrier."""
     _calls[place.attempt] += 1  # the same number on every rank
     key = f"done by rank 0/{_calls[place.attempt]}"
     result = work() if dist.get_rank() == 0 else None
@@ -88,16 +76,7 @@ _calls: Counter[int] = Counter()
 """Works of rank 0 so far, by attempt."""
 
 
-def _text(value: Any) -> bytes:
-    return json.dumps(value, default=dict).encode()
-
-
-def _value(content: Tensor) -> Any:
-    return json.loads(bytes(content.cpu().numpy()))
-
-
 def default_device() -> torch.device:
-    """Where the default group's tensors must lie."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -146,7 +125,6 @@ def on_rank_0(before: ClockLook, after: ClockLook) -> Callable[[float], float]:
 
 
 def _now_s() -> float:
-    """The clock of `TaskTime` and of rounds."""
     return time.perf_counter()
 
 

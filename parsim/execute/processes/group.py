@@ -60,10 +60,8 @@ MOST_SAID = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Where this process stands: as the launcher numbers it, and the device it computes on ("cpu", "cuda:1").
-
-    `attempt` counts the restarts from 0. `store` is the key-value store of this attempt, once the group is joined.
-    """
+    """Where this process stands: as the launcher numbers it, and the device it computes on ("cpu", "cuda:1"). `attempt` counts
+    the restarts from 0. `store` is the key-value store of this attempt, once the group is joined."""
 
     rank: int
     world_size: int
@@ -78,10 +76,8 @@ class ProcessPlace:
 class ErrorRecord:
     """What a failing rank leaves in `error-rank{r}.json`.
 
-    Attributes:
-        kind: the exception's class. reported: it is a ParsimError, whose message stands alone.
-        peer_lost: it failed only because another rank was gone or did not answer. time_s: seconds since 1970.
-        traceback: "" where it could only say its last words.
+    kind: the exception's class. reported: it is a ParsimError, whose message stands alone. peer_lost: it failed only because
+    another rank was gone or did not answer. time_s: seconds since 1970. traceback: "" where it could only say its last words.
     """
 
     rank: int
@@ -118,12 +114,9 @@ def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
 def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = False) -> ProcessPlace:
     """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host, see `cuda.gpu`).
 
-    Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of
-    dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
-    Where it is `alone`, nobody else may compute on this rank's GPU.
-
-    Raises:
-        ExecutionError: an unknown device, fewer GPUs than ranks on this host, or a GPU that torch cannot use or others use.
+    Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of dead
+    peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once. Where
+    it is `alone`, nobody else may compute on this rank's GPU. Raises ExecutionError: an unknown device, or as `take_gpu`.
     """
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
@@ -177,8 +170,8 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     """One process group per communication stream (name, ranks); returned are those this rank belongs to.
 
     Streams with the same ranks get separate groups, since two collectives of one group wait for one another. Every rank must
-    pass the same list in the same order. Duplicates share a group. Raises ExecutionError: a stream without ranks, a rank named
-    twice, or one that does not exist.
+    pass the same list in the same order. Raises ExecutionError: a stream without ranks, a rank named twice, or one that does
+    not exist.
     """
     from torch import distributed
 
@@ -205,12 +198,10 @@ class StreamLink(NamedTuple):
 
 
 def open_links(links: Sequence[StreamLink], groups: Mapping[Stream, ProcessGroup], device: torch.device) -> None:
-    """Send one number over each of this rank's links. Every rank must pass the same list in the same order.
-
-    NCCL connects two ranks at their first transfer in a communicator, and the host waits there for the peer, whatever stream
-    the transfer is given. A rank of a pipeline asks for its first gradient before it computes. So without open links each rank
-    would wait for a peer that waits for it.
-    """
+    """Send one number over each of this rank's links. Every rank must pass the same list in the same order. NCCL connects two
+    ranks at their first transfer in a communicator, and the host waits there for the peer, whatever stream the transfer is
+    given. A rank of a pipeline asks for its first gradient before it computes. So without open links each rank would wait for a
+    peer that waits for it."""
     import torch
     from torch import distributed
 
@@ -226,9 +217,7 @@ def open_links(links: Sequence[StreamLink], groups: Mapping[Stream, ProcessGroup
 
 def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
     """Leave the process group once all ranks have finished; False when they have not, or leaving hung, within `timeout_s`.
-
-    Waiting in the store first keeps a fast rank from closing connections a slow one still reads from.
-    """
+    Waiting in the store first keeps a fast rank from closing connections a slow one still reads from."""
     from torch import distributed
 
     if not distributed.is_initialized():
@@ -261,10 +250,10 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
 def worker_main(run: Callable[[Path], None]) -> NoReturn:
     """The main function of a worker module: run(Path of JOB.json), report what went wrong, and end this process.
 
-    An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only
-    the message on stderr. Where no file can be written, the launcher reads the rank's last words. Ends by os._exit, so that
-    no thread or destructor of a communication library can hold up the end.
-    The process dies with the launcher if parsim launched it.
+    An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only the
+    message on stderr. Where no file can be written, the launcher reads the rank's last words. Ends by os._exit, so that no
+    thread or destructor of a communication library can hold up the end. The process dies with the launcher if parsim launched
+    it.
     """
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))

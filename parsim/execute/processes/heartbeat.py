@@ -76,11 +76,9 @@ class Pulse:
 
     @property
     def doing(self) -> str:
-        """In words, as far as it was told."""
         return self._text.decode(errors="replace")
 
     def beat(self) -> None:
-        """It has moved on."""
         if self._map is not None:
             self._count += 1
             _ENTRY.pack_into(self._map, self._at, time.monotonic(), self._count, self._step, self._doing, self._text)
@@ -107,7 +105,6 @@ _pulses: list[Pulse] = []
 
 
 def pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
-    """The entry of this process."""
     if not _pulses:
         path = environment.get(BEATS_VARIABLE)
         _pulses.append(Pulse(Path(path), int(environment.get("RANK", 0))) if path else Pulse())
@@ -115,12 +112,10 @@ def pulse(environment: Mapping[str, str] = os.environ) -> Pulse:
 
 
 def create_beats(path: Path, nproc: int) -> None:
-    """The file in which `nproc` ranks beat."""
     path.write_bytes(bytes(nproc * _ENTRY.size))
 
 
 def read_beats(path: Path, nproc: int) -> list[Beat]:
-    """The entries of all ranks."""
     beats = []
     for time_s, count, step, number, text in _ENTRY.iter_unpack(path.read_bytes()[: nproc * _ENTRY.size]):
         doing = Doing(number) if number in _DOINGS else Doing.NOTHING
@@ -149,10 +144,8 @@ def process_state(pid: int) -> ProcessState | None:
 @dataclass(slots=True, kw_only=True)
 class _Seen:
     """A rank: seconds that it has been stopped, or a zombie that cannot be reaped, and since its last beat, number `count`.
-
     `calm_s`: of these, the last ones in which it has computed nothing yet: since it had `cpu_s` processor seconds. ran: it was
-    seen running, or waiting for a core, in them.
-    """
+    seen running, or waiting for a core, in them."""
 
     stopped_s: float = 0.0
     ended_s: float = 0.0
@@ -169,10 +162,8 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Ranks that do not move, and why that is known, in words that follow the names of the ranks.
-
-    together: they all wait for one another.
-    """
+    """Ranks that do not move, and why that is known, in words that follow their names. together: they all wait for one
+    another."""
 
     ranks: tuple[int, ...]
     text: str
@@ -181,13 +172,11 @@ class Hang:
 
 @dataclass(slots=True, kw_only=True)
 class RankWatch:
-    """Looks at all ranks now and then, and says which one hangs.
+    """Looks at all ranks now and then, and says which one hangs. Time counts by looks, each of at most a second: a launcher
+    that was stopped itself blames nobody for it.
 
-    Time counts by looks, each of at most a second: a launcher that was stopped itself blames nobody for it.
-
-    Attributes:
-        limit_s: a rank that is stopped, or does nothing, for longer hangs.
-        sees_all: no rank is watched by somebody else, which these may wait for.
+    limit_s: a rank that is stopped, or does nothing, for longer hangs. sees_all: no rank is watched by somebody else, which
+    these may wait for.
     """
 
     limit_s: float

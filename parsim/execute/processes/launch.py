@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import re
 import signal
 import site
 import subprocess
@@ -26,9 +27,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from parsim.errors import ExecutionError, MissingDependencyError
-from parsim.execute.processes.failure import Ended, failure_of, raise_failure, still_there
-from parsim.execute.processes.group import error_path, read_error
+from parsim.errors import DivergedError, ExecutionError, MissingDependencyError, OutOfMemoryError, RankLostError
+from parsim.execute.cuda.faults import ASSERTED, ASSERTION, first_line
+from parsim.execute.processes.group import ErrorRecord, ProcessPlace, error_path, read_error, read_place
 from parsim.execute.processes.heartbeat import BEATS_VARIABLE, Hang, RankWatch, create_beats, process_state, read_beats
 from parsim.execute.processes.output import (
     MARK_VARIABLE,
@@ -40,8 +41,10 @@ from parsim.execute.processes.output import (
     kill_launch,
     progress_line,
     scratch_folder,
+    signal_name,
 )
 from parsim.execute.processes.rendezvous import FILE_VARIABLE
+from parsim.units import format_seconds
 
 HANG_S = 30.0
 """A rank that is stopped or does nothing for so long hangs, unless the caller says otherwise."""
@@ -59,6 +62,126 @@ _OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 """Variables of a launcher that this process may be a rank of itself."""
 
 
+# One message about a launch that failed: which rank failed on its own account, how, and its last output.
+
+
+KINDS = {kind.__name__: kind for kind in (OutOfMemoryError, DivergedError)}
+"""Errors of a rank that the launcher raises as such; what else it reports is an ExecutionError, the rest a RankLostError."""
+
+
+SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that somebody sends: nothing that the rank wrote before explains them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How an attempt ended.
+
+    statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n. hang: ranks
+    that did not move. places: where in the code they were. out_of_time: the launch took too long. left: processes that could
+    not be killed.
+    """
+
+    attempt: int
+    statuses: Mapping[int, int]
+    hang: Hang | None = None
+    places: Mapping[int, str] = field(default_factory=dict)
+    out_of_time: bool = False
+    left: tuple[int, ...] = ()
+
+
+def still_there(processes: Sequence[int]) -> str:
+    return f"processes {', '.join(map(str, processes))} of the launch could not be killed; they wait in the kernel"
+
+
+def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> NoReturn:
+    """Find the rank that failed on its own account and raise the one message about it: an ExecutionError, RankLostError, or one
+    of KINDS. It also names processes that are left, as where a GPU does not answer.
+    """
+    error = failure_of(folder, nproc, ended, output, timeout_s)
+    if not ended.left:
+        raise error
+    text = f"{str(error).rstrip('.')}. Then {still_there(ended.left)}"
+    raise error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)
+
+
+def failure_of(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
+    """The error about a launch that failed, in this order: a rank killed by a signal, the earliest error that is not about a
+    lost peer, an exit status without a record, a rank that hangs, the time limit, a lost peer."""
+    read = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
+    records = sorted(
+        (record for record in read if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
+    )
+    failed = {rank: status for rank, status in ended.statuses.items() if status}
+    recorded = {record.rank for record in records}
+    killed = [rank for rank, status in failed.items() if status < 0 and -status != signal.SIGABRT]
+    unexplained = [rank for rank in failed if rank not in recorded]
+    first = next((record for record in records if not record.peer_lost), None)
+    if killed:
+        return RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
+    if first is not None:
+        text = _record_text(first, nproc, folder, output)
+        if first.reported and first.kind != RankLostError.__name__:
+            return KINDS.get(first.kind, ExecutionError)(text)
+        return RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
+    if unexplained:
+        return RankLostError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output), unexplained)
+    if ended.hang is not None:
+        where = "".join(f"; rank {rank} is at {place}" for rank, place in ended.places.items())
+        text = (
+            f"{_names(ended.hang.ranks)} of {nproc} {ended.hang.text}{where}. The run was ended; --timeout SECONDS waits longer"
+        )
+        return RankLostError(text, ended.hang.ranks)
+    if ended.out_of_time and timeout_s is not None:
+        lines = [f"rank {rank}: {line}" for rank in range(nproc) if (line := output.last_line(rank))]
+        last = f"; last lines: {'; '.join(lines)}" if lines else "; no rank had written any output"
+        return ExecutionError(f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}")
+    return _lost(records, nproc, ended)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _record_text(record: ErrorRecord, nproc: int, folder: Path, output: RankOutput) -> str:
+    if record.reported:
+        text = f"rank {record.rank} of {nproc} stopped: {record.message}"
+        wrote = output.line_with(record.rank, ASSERTION) if ASSERTED in record.message else ""
+        return f"{text} The kernel wrote: {wrote}" if wrote else text
+    where = f"traceback in {error_path(folder, record.rank)}" if record.traceback else "its traceback could not be written"
+    return f"rank {record.rank} of {nproc} failed: {record.kind}: {first_line(record.message)} ({where})"
+
+
+def _lost(records: Sequence[ErrorRecord], nproc: int, ended: Ended) -> RankLostError:
+    """Every rank with a record only misses another: name those without one."""
+    first = records[0]
+    reported = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
+    quiet = sorted(set(range(nproc)) - {record.rank for record in records})
+    text = f"rank {first.rank} of {nproc} lost contact with another rank: {reported}"
+    left = [rank for rank in quiet if ended.statuses.get(rank) == 0]
+    if left:
+        why = "ended with exit status 0 before the run was over, as code that calls os._exit does"
+        text = f"{_names(left)} of {nproc} {why}; rank {first.rank} reported: {reported}"
+    elif quiet:
+        why = "did not answer (hanging, stopped, or unreachable)"
+        text = f"{_names(quiet)} of {nproc} {why}; rank {first.rank} reported: {reported}"
+    return RankLostError(text, quiet)
+
+
+def _status_text(rank: int, nproc: int, status: int, output: RankOutput) -> str:
+    line = "" if -status in SENT else output.last_line(rank)
+    last = "" if -status in SENT else f"; its last line: {line}" if line else "; it wrote no output"
+    if status >= 0:
+        return f"rank {rank} of {nproc} ended with exit status {status} and no error record{last}"
+    name = signal_name(-status)
+    hint = {
+        "SIGKILL": " (somebody's kill -9, or the kernel when memory ran out: try fewer processes or a smaller batch)",
+        "SIGSEGV": " (a crash in compiled code)",
+        "SIGBUS": " (often a full /dev/shm or disk)",
+    }.get(name, "")
+    return f"rank {rank} of {nproc} was killed by {name}{hint}{last}"
+
+
 def launch(
     job_path: Path,
     nproc: int,
@@ -72,23 +195,20 @@ def launch(
 ) -> None:
     """Run `python -m MODULE JOB.json` as `nproc` ranks on this machine and wait for all of them.
 
-    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and
-    NCCL talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
+    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and NCCL
+    talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
     Args:
         job_path: handed to the module, whose main function is `group.worker_main`; ranks leave `error-rank{r}.json` beside it.
-        nproc: number of ranks, may exceed the cores.
         timeout_s: of the whole launch, including the start (about 2.5 s for a rank that imports torch).
         hang_s: a rank that is stopped, or does nothing, for longer ends the launch (see `heartbeat`).
-        on_line: called in this thread with each line a rank writes to stdout or stderr.
-        env: variables added to this process's environment for the ranks.
+        on_line: called in this thread with each line a rank writes to stdout or stderr. env: variables added for the ranks.
         max_restarts: how often all ranks are started anew after a failure. A start that is disturbed (`_Ranks.lost_at_start`)
             is made a second time in any case.
 
-    Raises:
-        ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a GPU's
-            memory was too small, a DivergedError if a loss or weight was not finite.
-        MissingDependencyError: torch is not installed.
+    Raises ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a
+    GPU's memory was too small, a DivergedError if a loss or weight was not finite. MissingDependencyError: torch is not
+    installed.
     """
     if nproc < 1:
         raise ExecutionError(f"a launch needs at least 1 process, got {nproc}")
@@ -118,12 +238,10 @@ def launch(
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    """The command of a process that runs `rank.main` with these arguments."""
     return [sys.executable, "-m", "parsim.execute.processes.rank", *arguments]
 
 
 def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout: Path, stderr: Path) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session and runs `rank.main` with these arguments."""
     with stdout.open("wb") as out, stderr.open("wb") as err:
         return subprocess.Popen(
             rank_command(arguments),
@@ -137,8 +255,6 @@ def start_rank(arguments: Sequence[str], environment: Mapping[str, str], stdout:
 
 @dataclass(slots=True, kw_only=True)
 class _Ranks:
-    """The processes of one attempt."""
-
     job: Path
     nproc: int
     module: str
@@ -247,7 +363,6 @@ class _Ranks:
         )
 
     def _statuses(self) -> dict[int, int]:
-        """Exit status of every rank that has ended."""
         found = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: status for rank, status in found.items() if status is not None}
 
@@ -303,3 +418,41 @@ def signals_as_exit() -> Iterator[None]:
     finally:
         for number in changed:
             signal.signal(number, signal.SIG_DFL)
+
+
+# `python -m parsim.execute.processes.launch SECONDS JOB.json`: start one rank for torchrun or srun, and end it if it hangs.
+#
+# A rank that is stopped, or does nothing, for longer than SECONDS is named on stderr and killed, with whatever it has started.
+# The rank dies with its guard, and the guard ends as its rank has ended.
+#
+# Leaves out: ranks that all wait for one another, and machines that are gone. No guard sees them; the timeout of collectives
+# (`Job.timeout_s`) ends both.
+
+
+def guarded(job: Path, place: ProcessPlace, hang_s: float) -> str | int:
+    """Run the rank of this place: its exit status, or what happened to it where it had none. No process of it is left."""
+    mark, of = uuid.uuid4().hex, f"rank {place.rank} of {place.world_size}"
+    watch = RankWatch(limit_s=hang_s, nproc=1, sees_all=False)
+    with signals_as_exit(), scratch_folder() as scratch:
+        beats = scratch / "beats"
+        create_beats(beats, place.rank + 1)
+        variables = {BEATS_VARIABLE: str(beats), PARENT_VARIABLE: str(os.getpid()), MARK_VARIABLE: mark}
+        command = rank_command(["parsim.execute.worker", str(job)])
+        rank = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ | variables, start_new_session=True)
+        try:
+            while (status := rank.poll()) is None:
+                beat = read_beats(beats, place.rank + 1)[place.rank]
+                if hang := watch.look([beat], [process_state(rank.pid)], time.monotonic()):
+                    with contextlib.suppress(ProcessLookupError, AttributeError):
+                        rank.send_signal(signal.SIGUSR1)  # its lines on stderr say where it is, unless it is stopped
+                    time.sleep(2 * POLL_S)
+                    return f"{of} {hang.text}. It was ended; TIMEOUT=SECONDS before the script waits longer"
+                time.sleep(POLL_S)
+        finally:
+            kill_launch([rank.pid], mark)
+            rank.wait()
+    return status if status >= 0 else f"{of} was killed by {signal_name(-status)}"
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(Path(sys.argv[2]), read_place(), float(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The machine that ranks run on: what it is, whether a profile was measured on it, and its state during a measurement.
+"""The machine that ranks run on: what it is, and whether a profile was measured on it.
 
 Loads no torch that is not loaded already, but for the names of GPUs.
 """
@@ -9,7 +9,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from parsim.execute.processes.setup import available_cores, is_granted
 from parsim.hardware.profile import Profile
-from parsim.units import KIB, format_bytes, format_percent
+from parsim.units import KIB, format_bytes
 
 PACKAGES = (
     "parsim",
@@ -33,15 +32,13 @@ PACKAGES = (
     "transformers",
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-PROC_STAT, CPU_INFO, CPUS = Path("/proc/stat"), Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe_environment() -> dict[str, Any]:
     """Plain JSON: system, processor, cores, memory_bytes, affinity, whether communication may come first
-    (`parsim.execute.processes.setup`), threads, versions, and GPUs if torch is loaded.
-
-    Names no host, user or path, so that it can be published with a profile.
-    """
+    (`parsim.execute.processes.setup`), threads, versions, and GPUs if torch is loaded. Names no host, user or path, so that it
+    can be published with a profile."""
     torch = sys.modules.get("torch")
     torch_state: dict[str, Any] = {"loaded": torch is not None}
     if torch is not None:
@@ -131,7 +128,6 @@ def machine_line(environment: dict[str, Any]) -> str:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that torch sees, in its order."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -155,11 +151,8 @@ def is_from_here(profile: Profile) -> bool:
 
 def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: Sequence[str] | None = None) -> tuple[str, ...]:
     """What of this machine is not as it was when the profile was measured, one warning each; none for published profiles.
-
-    Leaves out clocks, memory and other programs: `parsim calibrate` says what they were.
-
-    environment: of this machine, see `describe_environment`. gpus: their names (None: not asked).
-    """
+    Leaves out clocks, memory and other programs: `parsim calibrate` says what they were. gpus: their names (None: not
+    asked)."""
     if not is_measured(profile):
         return ()
     then, again = profile.provenance, "predictions are for another machine, calibrate again"
@@ -200,66 +193,3 @@ def _processor(machine: str) -> tuple[str, int | None]:
     processor, _, rest = machine.partition(" cores,")
     name, _, cores = processor.rpartition(", ")
     return (name, int(cores)) if cores.isdigit() and rest else (machine, None)
-
-
-# The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed. Linux tells
-# all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
-
-
-STAT_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
-
-
-def machine_state() -> dict[str, Any]:
-    """Plain JSON: core_hz by core, governors (each once), virtual, load_average, ticks by kind since the machine's start.
-
-    What the system does not tell is absent.
-    """
-    text = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
-    state = {
-        "core_hz": core_clocks_hz(text),
-        "governors": sorted({path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")}),
-        "virtual": "hypervisor" in text,
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
-        "ticks": parse_ticks(PROC_STAT.read_text()) if PROC_STAT.is_file() else {},
-    }
-    return {key: value for key, value in state.items() if value not in ({}, [])}
-
-
-def core_clocks_hz(cpu_info: str) -> dict[str, float]:
-    """Clock of every core at this moment, from cpufreq where there is one, else from the text of /proc/cpuinfo."""
-    clocks = {
-        path.parts[-3].removeprefix("cpu"): 1e3 * float(path.read_text())
-        for path in sorted(CPUS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
-    }
-    mhz = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", cpu_info, re.MULTILINE)
-    return clocks or {str(number): 1e6 * float(clock) for number, clock in enumerate(mhz)}
-
-
-def parse_ticks(stat: str) -> dict[str, int]:
-    """Ticks of all cores together by kind, from the text of /proc/stat."""
-    for line in stat.splitlines():
-        name, *values = line.split()
-        if name == "cpu":
-            return {field: int(value) for field, value in zip(STAT_FIELDS, values, strict=False)}
-    return {}
-
-
-def stolen_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    """Share of the cores' time between two states that the host of this virtual machine gave to others; None: unknown."""
-    ticks = [state.get("ticks", {}) for state in (before, after)]
-    passed = float(sum(ticks[1].values()) - sum(ticks[0].values()))
-    if passed <= 0 or any("steal" not in entry for entry in ticks):
-        return None
-    return float(ticks[1]["steal"] - ticks[0]["steal"]) / passed
-
-
-def clocks_text(state: dict[str, Any]) -> str:
-    """`clock 2.45 GHz, governor performance`; unknown values are named as unknown."""
-    clocks = state.get("core_hz", {}).values()
-    low, high = (f"{1e-9 * clock:.2f}" for clock in (min(clocks), max(clocks))) if clocks else ("", "")
-    clock = "clock unknown" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"
-    return f"{clock}, governor {'/'.join(state.get('governors', [])) or 'unknown'}"
-
-
-def share_text(share: float | None) -> str:
-    return "unknown" if share is None else format_percent(share)

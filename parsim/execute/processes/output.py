@@ -36,10 +36,8 @@ _POLL_S = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed (SIGKILL) as soon as process `parent` ends; at once if it has ended already.
-
-    Must be called in a child whose parent started it from its main thread: the kernel's signal follows the thread.
-    """
+    """Have this process killed (SIGKILL) as soon as process `parent` ends; at once if it has ended already. Must be called in a
+    child whose parent started it from its main thread: the kernel's signal follows the thread."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -108,11 +106,8 @@ def _living() -> dict[int, int]:
 
 
 def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> set[int]:
-    """SIGKILL the processes `roots`, their groups, their descendants and everything marked; return what is still alive
-    after that.
-
-    Every root must be a child of this process that leads its own process group; the caller reaps it.
-    """
+    """SIGKILL the processes `roots`, their groups, their descendants and everything marked; return what is still alive after
+    that. Every root must be a child of this process that leads its own process group; the caller reaps it."""
     deadline = time.monotonic() + within_s
     while True:
         targets = descendants(roots) | marked(mark)
@@ -151,34 +146,24 @@ def scratch_folder() -> Iterator[Path]:
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with locked(folder / LOCK):
+        with sole_user(folder / LOCK, make=True):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, made if need be; False inside unless this process holds it. The kernel frees it at its end."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def sole_user(path: Path, *, make: bool = False) -> Iterator[bool]:
+    """Hold the lock of a folder, or of a file (made if need be); False inside if another process holds it. The kernel frees it
+    at this one's end. Of a file that is made: False inside unless this process surely holds it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if make else os.O_RDONLY, 0o600)
     try:
-        yield lock(handle, sure=True)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def sole_user(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder; False inside if another process holds it. The kernel frees it at this one's end."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield lock(handle)
+        yield lock(handle, sure=make)
     finally:
         os.close(handle)
 
 
 def _remove_abandoned() -> None:
-    """Folders of this user whose launcher was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -186,8 +171,7 @@ def _remove_abandoned() -> None:
                 continue
             if time.time() - status.st_mtime < _NEW_S and not (folder / LOCK).exists():
                 continue
-                continue
-            with locked(folder / LOCK) as is_free:
+            with sole_user(folder / LOCK, make=True) as is_free:
                 if is_free:
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -229,18 +213,15 @@ class LastWords:
 
 
 def last_words(environment: Mapping[str, str] = os.environ) -> LastWords:
-    """The room of this process."""
     path = environment.get(WORDS_VARIABLE)
     return LastWords(Path(path), int(environment.get("RANK", 0))) if path else LastWords()
 
 
 def create_last_words(path: Path, nproc: int) -> None:
-    """The room of `nproc` ranks, whose bytes are written and not left as a hole."""
     path.write_bytes(bytes(nproc * ROOM_BYTES))
 
 
 def read_last_words(path: Path, rank: int) -> str:
-    """What a rank has said; "" where it said nothing."""
     try:
         content = path.read_bytes()[rank * ROOM_BYTES : (rank + 1) * ROOM_BYTES]
         (length,) = _LENGTH.unpack_from(content)
@@ -264,20 +245,16 @@ class RankOutput:
     read_bytes: dict[Path, int] = field(default_factory=dict)
 
     def paths(self, rank: int) -> tuple[Path, Path]:
-        """The files of a rank's stdout and stderr."""
         return self.folder / str(rank) / "stdout.log", self.folder / str(rank) / "stderr.log"
 
     @property
     def words(self) -> Path:
-        """The file of all ranks' last words."""
         return self.folder / "last-words"
 
     def last_words(self, rank: int) -> str:
-        """What the rank said when it failed; "" if nothing."""
         return read_last_words(self.words, rank)
 
     def relay(self) -> None:
-        """Hand over the complete lines that are new."""
         if self.on_line is None:
             return
         for path in sorted(self.folder.glob("*/std*.log")):
@@ -314,7 +291,6 @@ class RankOutput:
 
 
 def _text(path: Path) -> str:
-    """What a file holds; "" where it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -336,12 +312,10 @@ Progress = str | Mapping[str, Any]
 
 
 def write_progress(progress: Progress) -> None:
-    """Print one line of progress for the parent."""
     print(progress_line(progress), flush=True)
 
 
 def progress_line(progress: Progress) -> str:
-    """The line that carries it."""
     return MARK + json.dumps(progress)
 
 
@@ -360,9 +334,7 @@ def progress_text(progress: Progress) -> str:
 
 def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | None = None) -> Callable[[str], None]:
     """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines.
-
-    `on_warning` receives every warning once, whichever ranks gave it; left out: warnings are progress.
-    """
+    `on_warning` receives every warning once, whichever ranks gave it; left out: warnings are progress."""
     warned: set[str] = set()
 
     def on_line(line: str) -> None:

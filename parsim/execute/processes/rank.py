@@ -21,7 +21,6 @@ LONGEST_SOCKET = 100
 
 
 def main() -> None:
-    """Run the module that the first argument names, with the rest as its arguments."""
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     if hasattr(faulthandler, "register"):
@@ -34,10 +33,8 @@ def main() -> None:
 
 
 def _keep_sockets_in(folder: Path) -> None:
-    """Sockets of this process's DataLoader workers go where they are removed with the launch, however the rank ends.
-
-    Where the folder's name is so long that a socket in it could have none, Python's own choice remains.
-    """
+    """Sockets of this process's DataLoader workers go where they are removed with the launch, however the rank ends. Where the
+    folder's name is so long that a socket in it could have none, Python's own choice remains."""
     if len(os.fsencode(folder / "listener-12345678")) < LONGEST_SOCKET:
         process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
 

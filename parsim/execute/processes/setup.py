@@ -54,11 +54,8 @@ def core_of_rank(local_rank: int, cores: tuple[int, ...]) -> int:
 
 
 def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu") -> Pinning:
-    """Pin this process and set its threads; call once, first thing in a worker.
-
-    On the CPU a rank gets one core and one thread. With `device="cuda"` it keeps its cores: the host only launches kernels
-    (`parsim.execute.processes.group.init_group` selects the GPU). Leaves out NUMA placement.
-    """
+    """Pin this process to one core and set its threads to one; call once, first thing in a worker. With `device="cuda"` it
+    keeps its cores: the host only launches kernels (`init_group` selects the GPU). Leaves out NUMA placement."""
     import torch
 
     if device == "cuda":
@@ -76,15 +73,13 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory, so that a step does not fault in again the pages the last one gave back.
+    """Tell glibc to keep freed memory, so that a step does not fault in again the pages the last one gave back: no mapping of
+    large arrays, no trimming. By default every array above 32 MiB is mapped anew, and times depend on what ran before: `x + 1`
+    on 64 MiB took 42 ms, not 6 ms (2-core virtual machine). Every thread has its own arena. With a shared one, a communicating
+    thread that waits for the arena of the computing thread holds a lock of gloo. Gloo's loop has priority over the computation
+    and polls that lock, so one step in ten stood still for a second.
 
-    No mapping of large arrays, no trimming. By default every array above 32 MiB is mapped anew, and times depend on what ran
-    before: `x + 1` on 64 MiB took 42 ms, not 6 ms (2-core virtual machine). Every thread has its own arena. With a shared one,
-    a communicating thread that waits for the arena of the computing thread holds a lock of gloo. Gloo's loop has priority over
-    the computation and polls that lock, so one step in ten stood still for a second.
-
-    Returns False where there is no glibc. The heap settles within about five repeats, somewhat above its peak, and stays so to
-    the end.
+    Returns False where there is no glibc. The heap settles within about five repeats, somewhat above its peak, and stays so.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -134,7 +129,6 @@ def take_priority() -> bool:
 
 
 def is_granted() -> bool:
-    """Whether threads of this process may have it."""
     with threads_with_priority() as has_priority:
         return has_priority
 

@@ -48,10 +48,8 @@ GPU_SIZE = ProbeSize(samples=32, side=32, channels=256)
 
 
 class SpeedProbe:
-    """The step on one device. Making it leaves the state of torch's random generator as it was.
-
-    driver: times it by events; None: by the host's clock, as on a CPU. Left out: that of the device.
-    """
+    """The step on one device. Making it leaves the state of torch's random generator as it was. driver: times it by events;
+    None: by the host's clock, as on a CPU. Left out: that of the device."""
 
     def __init__(self, device: torch.device, *, driver: DeviceClock | None = None, size: ProbeSize | None = None) -> None:
         on_gpu = device.type == "cuda"

@@ -34,10 +34,8 @@ class Forward(Protocol):
 
 class _Entry(torch.autograd.Function):
     """Identity at the entry of a component; its backward hands the gradient over and goes no further.
-
     Unlike a leaf's `.grad` it keeps the gradient's memory layout, which decides how the kernels below sum. `anchor` is an empty
-    leaf, there to require a gradient: autograd keeps every leaf, and the value is to live no longer than somebody needs it.
-    """
+    leaf, there to require a gradient: autograd keeps every leaf, and the value is to live no longer than somebody needs it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, box: list[Tensor]) -> Tensor:
@@ -58,11 +56,8 @@ InputEdge = tuple[GradientEdge, list[Tensor]]
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
     """What the backward of one forward needs. Neither inputs nor outputs are kept: only where gradients enter and leave.
-
-    Attributes:
-        entries: per input where its gradient arrives, and the list it is put in; None without a gradient.
-        edges: per output where its gradient enters; None without a gradient.
-    """
+    `entries`: per input where its gradient arrives, and the list it is put in; None without a gradient. `edges`: per output
+    where its gradient enters; None without a gradient."""
 
     entries: tuple[InputEdge | None, ...]
     edges: tuple[GradientEdge | None, ...]
@@ -79,13 +74,9 @@ def enter(value: Tensor) -> tuple[Tensor, InputEdge]:
 
 def forward_component(runnable: Forward, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
     """Run `runnable` on detached copies (sharing memory) of `inputs`, in the order of `runnable.input_names`.
-
-    An input gets a gradient if the recording says one flows through it, or if it requires one itself.
-
-    Returns:
-        Detached outputs in the order of `runnable.output_names`, and what `backward_component` needs. With gradients
-        switched off (evaluation) nothing is saved.
-    """
+    An input gets a gradient if the recording says one flows through it, or if it requires one itself. Returns detached outputs
+    in the order of `runnable.output_names`, and what `backward_component` needs. With gradients switched off (evaluation)
+    nothing is saved."""
     training = torch.is_grad_enabled()
     given: list[Tensor] = []
     entries: list[InputEdge | None] = []
@@ -103,16 +94,10 @@ def backward_component(
 ) -> tuple[Tensor | None, ...]:
     """Accumulate parameter gradients into `.grad`; return the gradient of each input.
 
-    Args:
-        output_gradients: per output; None where nothing flowed back.
-        so_far: per input the gradient that components executed *later* have already contributed; the returned gradient
-            includes it. None (or an entry None) for nothing yet.
-
-    Returns:
-        Per input the total so far, None for an input without a gradient; possibly the same memory as a gradient given.
-
-    Raises:
-        TraceError: if the numbers of gradients do not match the forward. torch refuses a second backward on `saved`.
+    `output_gradients`: per output; None where nothing flowed back. `so_far`: per input the gradient that components executed
+    *later* have already contributed; the returned gradient includes it. None (or an entry None) for nothing yet. Returns per
+    input the total so far, None for an input without a gradient; possibly the same memory as a gradient given. Raises
+    TraceError: if the numbers of gradients do not match the forward. torch refuses a second backward on `saved`.
     """
     so_far = so_far if so_far is not None else (None,) * len(saved.entries)
     roots, gradients = backward_roots(saved, output_gradients, so_far)
@@ -141,9 +126,7 @@ def backward_roots(
     saved: Saved, output_gradients: Sequence[Tensor | None], so_far: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
     """Where the backward starts, and with what: at the outputs, and at the inputs with what later components contributed.
-
-    Nothing where no gradient came for any output. Raises TraceError if the numbers of gradients do not match the forward.
-    """
+    Nothing where no gradient came for any output. Raises TraceError if the numbers of gradients do not match the forward."""
     if len(output_gradients) != len(saved.edges) or len(so_far) != len(saved.entries):
         raise TraceError(
             f"the forward had {len(saved.edges)} outputs and {len(saved.entries)} inputs, but gradients came for "
@@ -198,10 +181,7 @@ def backward_inputs(
     so_far: Sequence[Tensor | None],
 ) -> tuple[tuple[Tensor | None, ...], BackwardHalf]:
     """The first half: per input its gradient, as `backward_component` returns it; and what `backward_weights` needs.
-
-    Args:
-        parameters: those of the component. output_gradients, so_far, errors: as for `backward_component`.
-    """
+    `parameters`: those of the component. `output_gradients`, `so_far`, and errors: as for `backward_component`."""
     roots, gradients = backward_roots(saved, output_gradients, so_far)
     entries = [entry[0] for entry in saved.entries if entry is not None]
     if not roots or not entries:
@@ -302,10 +282,7 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):
     """Tells of the end of a storage, as `weakref.finalize` does in three times the time.
-
-    Attributes:
-        key: the storage's address, as torch names it; another storage may have it later.
-    """
+    `key`: the storage's address, as torch names it; another storage may have it later."""
 
     __slots__ = ("key",)
     key: int

@@ -30,7 +30,7 @@ from torch import Tensor
 from parsim.errors import TraceError
 from parsim.model.autograd.cut import Forward, Saved, StorageRef, forward_component, tensors_among
 from parsim.model.runnable import Runnable
-from parsim.model.trace.fakes import CallWatch, NextCall
+from parsim.model.trace.fakes import CallWatch
 from parsim.private import FakeTensor, tree_flatten, tree_unflatten
 
 # Which operators are kept where a component is recomputed by operator, and what their schemas say of them.
@@ -146,11 +146,8 @@ class KernelCall:
 @dataclass(slots=True, kw_only=True)
 class KeptCalls:
     """The calls of a first forward, once it has ended.
-
-    Attributes:
-        calls: in order. inputs: per input of the component whether the second forward or the backward needs it.
-        outputs: per output whether its storage is kept. kept_bytes: of what is kept, storages of outputs apart.
-    """
+    `calls`: in order. `inputs`: per input of the component whether the second forward or the backward needs it. `outputs`: per
+    output whether its storage is kept. `kept_bytes`: of what is kept, storages of outputs apart."""
 
     calls: list[KernelCall]
     inputs: tuple[bool, ...]
@@ -198,13 +195,13 @@ class FirstForward(CallWatch):
         self._versions.append(0)
         return number
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, which is noted."""
         if func is _DETACH:
-            return call(func, types, args, kwargs)
+            return func(*args, **kwargs)
         given = tensors_among((*args, *kwargs.values()) if kwargs else args)
         read = tuple(dict.fromkeys([(number, self._versions[number]) for number in map(self._storage, given)]))
-        result = call(func, types, args, kwargs)
+        result = func(*args, **kwargs)
         leaves, structure = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         fresh: dict[int, int] = {}
@@ -238,13 +235,8 @@ class FirstForward(CallWatch):
 
     def ended(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> KeptCalls:
         """Chooses what is kept; what is held beyond that is let go.
-
-        Args:
-            inputs, outputs: of the component. buffers: given ones of which there are copies from before.
-
-        Raises:
-            TraceError: the component writes into an input that has to be read again.
-        """
+        `inputs`, `outputs`: of the component. `buffers`: given ones of which there are copies from before. Raises TraceError:
+        the component writes into an input that has to be read again."""
         wanted = _choose(self.calls, self._needed, self._versions)
         restored = {number for call in self.calls for number, version in call.writes if version == 0}
         restored.update(map(self._storage, buffers))
@@ -278,13 +270,8 @@ class FirstForward(CallWatch):
 
 def _choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
     """Sets what the second forward does with every call.
-
-    Args:
-        calls: of the first forward. needed: versions that autograd saved. versions: of every storage at the end.
-
-    Returns:
-        The versions that the backward or a call that runs again reads.
-    """
+    `calls`: of the first forward. `needed`: versions that autograd saved. `versions`: of every storage at the end. Returns the
+    versions that the backward or a call that runs again reads."""
     refused: set[int] = set()  # storages that are kept at the end, and wanted as they were before that
     while True:
         keepable, wanted, early = _keepable(calls, refused), set(needed), set[int]()
@@ -331,10 +318,10 @@ class SecondForward(CallWatch):
         super().__init__()
         self._calls = iter(kept.calls)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, or what stands for it."""
         if func is _DETACH:
-            return call(func, types, args, kwargs)
+            return func(*args, **kwargs)
         noted = next(self._calls, None)
         if noted is None or noted.function is not func:
             raise TraceError(
@@ -343,7 +330,7 @@ class SecondForward(CallWatch):
             )
         match noted.repeat:
             case Repeat.RUN:
-                return call(func, types, args, kwargs)
+                return func(*args, **kwargs)
             case Repeat.WRITTEN:
                 return tensors_among((*args, *kwargs.values()))[noted.returned]
         leaves = noted.held if noted.held is not None else noted.outputs
@@ -352,9 +339,7 @@ class SecondForward(CallWatch):
             device = next(output.device for output in noted.outputs if isinstance(output, Like))
             set_generator_state(noted.state, device)
         made = [
-            call(_EMPTY, types, (leaf.shape, leaf.stride), {"dtype": leaf.dtype, "device": leaf.device})
-            if isinstance(leaf, Like)
-            else leaf
+            _EMPTY(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Like) else leaf
             for leaf in leaves
         ]
         return made[0] if noted.structure is None else tree_unflatten(made, noted.structure)
@@ -414,12 +399,10 @@ def forward_to_recompute(
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
     """Run `runnable` on `inputs` without saving anything for a backward. Returns outputs, and what `recompute` needs.
 
-    Args:
-        by_operator: keep outputs of operators that are dear to compute and that something needs again.
-        draws: it may draw random numbers. If it does not, generators are left alone, which others may use meanwhile.
-        on_host: on a GPU, also from the generator of the CPU. If it does not, that one is left alone.
-
-    Raises TraceError if by operator a component writes in place into an input that is read again.
+    `by_operator`: keep outputs of operators that are dear to compute and that something needs again. `draws`: it may draw
+    random numbers. If it does not, generators are left alone, which others may use meanwhile. `on_host`: on a GPU, also from
+    the generator of the CPU. If it does not, that one is left alone. Raises TraceError if by operator a component writes in
+    place into an input that is read again.
     """
     buffers = runnable.buffers()
     places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]
@@ -442,14 +425,9 @@ def first_forward(
     forward: Forward, inputs: Sequence[Tensor], watch: FirstForward, buffers: Sequence[Tensor] = ()
 ) -> tuple[tuple[Tensor, ...], KeptCalls]:
     """A forward that keeps what is dear to compute, and saves nothing else.
-
-    Gradients are on, as in the second forward, because some functions of torch call other operators without them.
-
-    Args:
-        forward: of a component. watch: new, with all that the forward is given. buffers: of which there are copies from before.
-
-    Raises TraceError as `FirstForward.ended` does.
-    """
+    Gradients are on, as in the second forward, because some functions of torch call other operators without them. `forward`: of
+    a component. `watch`: new, with all that the forward is given. `buffers`: of which there are copies from before. Raises
+    TraceError as `FirstForward.ended` does."""
 
     def read_too_early(nothing: object) -> Tensor:
         raise AssertionError(f"a first forward saves {nothing}, and no backward runs before the second one")
@@ -461,10 +439,7 @@ def first_forward(
 
 def second_forward(forward: Forward, inputs: Sequence[Tensor | Like], calls: KeptCalls) -> Saved:
     """What is not kept once more, saving for the backward. Raises TraceError if it makes other calls than the first time.
-
-    Args:
-        forward, calls: of `first_forward`. inputs: as it had them, or what those were like that nothing reads again.
-    """
+    `forward`, `calls`: of `first_forward`. `inputs`: as it had them, or what those were like that nothing reads again."""
     given = [value.room() if isinstance(value, Like) else value for value in inputs]
     with SecondForward(calls):
         return forward_component(forward, given)[1]

@@ -44,12 +44,8 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "m
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadKind:
     """One kind of model.
-
-    Attributes:
-        name: for messages. lists: of transformers' MODEL_FOR_..._MAPPING_NAMES the middle part.
-        inputs: (config, tokens per sample) -> what it takes. loss: a row of `parsim.model.objective`.
-        targets: what these are, for a person.
-    """
+    `name`: for messages. `lists`: of transformers' MODEL_FOR_..._MAPPING_NAMES the middle part. `inputs`: (config, tokens per
+    sample) -> what it takes. `loss`: a row of `parsim.model.objective`. `targets`: what these are, for a person."""
 
     name: str
     lists: tuple[str, ...]
@@ -142,10 +138,7 @@ def longest(config: Any) -> int | None:
 
 def sequence_length(config: Any, given: int | None, where: str) -> int:
     """Tokens per sample: as given, or DEFAULT_SEQ where the model allows as many.
-
-    Raises:
-        ModelError: more than the model has positions for, or than can be traced one by one.
-    """
+    Raises ModelError: more than the model has positions for, or than can be traced one by one."""
     most, kind = longest(config), _text(config).model_type
     if given is None:
         usual = _USUAL_SEQ.get(kind, DEFAULT_SEQ)
@@ -193,9 +186,7 @@ def implementation() -> str | None:
 @cache
 def _set_backward() -> None:
     """Make the backward of the fallback one operator, where transformers walks over the experts in it (5.17 does).
-
-    Fake tensors have no numbers of tokens to walk over.
-    """
+    Fake tensors have no numbers of tokens to walk over."""
     import torch
 
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback") or hasattr(
@@ -216,9 +207,7 @@ def _set_backward() -> None:
 @cache
 def define_backward() -> None:
     """`torch.ops.parsim.grouped_mm_backward`: gradients of tokens [s, k] sorted by expert and of weights [experts, k, n].
-
-    `ends` has the number of tokens of the experts up to each.
-    """
+    `ends` has the number of tokens of the experts up to each."""
     import torch
 
     def backward(tokens: Tensor, weights: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,12 +240,8 @@ CONTRASTIVE = ("CLIPModel",)
 @lru_cache(maxsize=8)
 def with_its_loss(kind: Any) -> Any:
     """A class of the same name and parameters whose forward returns {"loss", "image_embeds", "text_embeds"}.
-
     The loss is the mean of two cross-entropies, as transformers' own `image_text_contrastive_loss` takes it. It is a scalar.
-
-    Args:
-        kind: a class of transformers among CONTRASTIVE.
-    """
+    `kind`: a class of transformers among CONTRASTIVE."""
     from torch import arange
     from torch.nn.functional import cross_entropy, normalize
 
@@ -299,10 +284,7 @@ _ABOUT_THE_FILE = frozenset(
 
 def read_config(spec: ModelSpec) -> dict[str, Any]:
     """The document of a config.json, with the arguments of the spec in place of its own values.
-
-    Raises:
-        ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
-    """
+    Raises ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be."""
     with reading(f"{spec.name} is not a Hugging Face config that can be built", ModelError, "correct its values"):
         return _read(Path(spec.name), spec)
 
@@ -391,11 +373,8 @@ def _quiet() -> Iterator[None]:
 
 def module_from_config(spec: ModelSpec) -> nn.Module:
     """From the config alone, without network; randomly initialised.
-
-    Raises:
-        ModelError: what `read_config` raises, an unknown model_type or architecture, or a config that its class refuses.
-        MissingDependencyError: transformers is not installed.
-    """
+    Raises ModelError: what `read_config` raises, an unknown model_type or architecture, or a config that its class refuses.
+    MissingDependencyError: transformers is not installed."""
     document = read_config(spec)
     path, architecture = spec.name, str(document["architectures"][0])
     transformers = _transformers(Path(path))
@@ -448,14 +427,8 @@ def _one_line(error: Exception) -> str:
 
 def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]:
     """What a model takes where [model] inputs does not say.
-
-    Args:
-        spec: of a config; `seq` in its arguments, or an input_shape of one size, is the tokens per sample.
-        module: built of it.
-
-    Raises:
-        ModelError: more tokens than the model has positions for, or a shape that does not suit its input.
-    """
+    `spec`: of a config; `seq` in its arguments, or an input_shape of one size, is the tokens per sample. `module`: built of it.
+    Raises ModelError: more tokens than the model has positions for, or a shape that does not suit its input."""
     config: Any = module.config
     kind = _kind(spec, module)
     shape, seq = spec.input_shape, dict(spec.args).get(SEQ)
@@ -478,10 +451,7 @@ def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]
 
 def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     """The loss that the architecture trains by where [model] loss does not say.
-
-    Raises:
-        ModelError: its own loss compares samples in a way that is not known.
-    """
+    Raises ModelError: its own loss compares samples in a way that is not known."""
     kind, name = _kind(spec, module), type(module).__name__
     if kind.loss == OWN and name not in CONTRASTIVE:
         raise ModelError(

@@ -76,11 +76,8 @@ def _stage(block: type[BasicBlock] | type[Bottleneck], depth: int, inputs: int, 
 
 class ResNet(nn.Module):
     """Stem, four stages of blocks, global average pool, classifier.
-
-    Args:
-        width: channels of the first stage; each later stage doubles them and halves the resolution.
-        large_stem: 7x7 stride 2 and a 3x3 max pool (ImageNet); otherwise 3x3 stride 2.
-    """
+    `width`: channels of the first stage; each later stage doubles them and halves the resolution. `large_stem`: 7x7 stride 2
+    and a 3x3 max pool (ImageNet); otherwise 3x3 stride 2."""
 
     def __init__(
         self,
@@ -134,11 +131,8 @@ POOL = 0  # in a layout: a 2x2 max pool instead of a convolution of that many ch
 
 class VGG(nn.Module):
     """3x3 convolutions and max pools, then three linear layers.
-
-    Args:
-        layout: channels per convolution, POOL for a pool. pooled: side of the average-pooled map before the classifier.
-        width: of the two hidden linear layers.
-    """
+    `layout`: channels per convolution, POOL for a pool. `pooled`: side of the average-pooled map before the classifier.
+    `width`: of the two hidden linear layers."""
 
     def __init__(
         self, layout: tuple[int, ...], *, channels: int, pooled: int, width: int, num_classes: int, dropout: float
@@ -205,9 +199,7 @@ class MLP(nn.Module):
 
 class SelfAttention(nn.Module):
     """One fused projection to queries, keys and values, scaled dot-product attention, output projection.
-
-    Input and output are [batch, positions, hidden].
-    """
+    Input and output are [batch, positions, hidden]."""
 
     def __init__(self, hidden: int, heads: int, *, dropout: float = 0.0, causal: bool = False) -> None:
         super().__init__()

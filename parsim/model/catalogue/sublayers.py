@@ -16,6 +16,7 @@ from parsim.model.component import (
     BIAS,
     BIAS_GRADIENT,
     BY_EXPERT,
+    FULL_BYTES,
     GRADIENT_SUM,
     NOT_LOW,
     PARTS,
@@ -131,24 +132,6 @@ class Shape:
             raise ModelError(f"{self.name}: active = {self.active} experts per token must be 1 to experts = {self.experts}")
 
 
-def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:
-    """GPT as Megatron trains it."""
-    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
-
-
-def mpt(name: str, layers: int, hidden: int, heads: int) -> Shape:
-    """MPT as its pretraining files have it: no biases, learned positions, tied output."""
-    return gpt(name, layers, hidden, heads, vocab=50368, bias=False)
-
-
-LLAMA = {"gated": True, "norm": "rms", "bias": False, "rotary": True, "tied": False}
-
-
-def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **rest: Any) -> Shape:
-    """Llama and its relatives."""
-    return gpt(name, layers, hidden, heads, vocab, kv_heads=kv_heads, ffn=ffn, **(LLAMA | rest))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
     """What a framework runs besides the products.
@@ -239,9 +222,7 @@ FUSED_SOFTMAX_KEYS = 2048
 
 def softmax_is_fused(heads: int, keys: int) -> bool:
     """Whether Megatron's kernel for scale, mask and softmax runs.
-
-    `heads`: of all samples of a microbatch on one rank; `keys`: that a query attends to.
-    """
+    `heads`: of all samples of a microbatch on one rank; `keys`: that a query attends to."""
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
 
 
@@ -270,9 +251,6 @@ COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=
 # Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
 #
 # As in traced Models, operators count four bytes per element; the precision decides what is moved.
-
-
-FULL_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +322,10 @@ class Layer:
     peak: Amount = field(default_factory=Amount)
     peak_fixed: Amount = field(default_factory=Amount)
 
+    def another(self, prefix: str = "h") -> Layer:
+        """An empty component of the same model."""
+        return Layer(prefix, self.shape, self.software, self.part, self.tuning)
+
     def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
         """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
         if dim:
@@ -374,9 +356,7 @@ class Layer:
 
     def input_bytes(self, *names: str) -> int:
         """Bytes per element that are kept of what these products read: for the gradient of a weight, or of an adapter.
-
-        An adapter computes in 16 bits beside a product in 8. With dropout it keeps a copy of its own (`_adapter`).
-        """
+        An adapter computes in 16 bits beside a product in 8. With dropout it keeps a copy of its own (`_adapter`)."""
         if not self.frozen:
             return self.part.operand_bytes(self.software)
         trained = self.tuning is not None and self.tuning.method == HEAD and "" in names
@@ -411,9 +391,7 @@ class Layer:
 
     def stop_early(self) -> None:
         """Everything up to the last product runs again, and makes all that is kept beside the component's input.
-
-        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
-        """
+        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept."""
         last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
         self.repeated = list(range(last))
         self.again = self.saved.less(self.given)
@@ -504,9 +482,7 @@ class Layer:
 
     def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
         """The product that makes queries, keys and values; its bias has no other kernel that could add it.
-
-        The gradients of the three, which are views of one array, are copied together before the product's backward.
-        """
+        The gradients of the three, which are views of one array, are copied together before the product's backward."""
         widths = {"q": queries, "k": keys, "v": keys}
         self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS, widths=widths)
         if self.software.bias_kernels:
@@ -514,9 +490,7 @@ class Layer:
 
     def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
         """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it.
-
-        A frozen bias has no gradient.
-        """
+        A frozen bias has no gradient."""
         if self.software.bias_kernels and not (self.frozen and function == BIAS_GRADIENT):
             self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
 
@@ -550,9 +524,7 @@ class Layer:
 
     def sum_gradients(self) -> None:
         """The last operator: every microbatch adds its gradients of the parameters to those before it.
-
-        Leaves out: experts, whose share of a rank depends on the plan.
-        """
+        Leaves out: experts, whose share of a rank depends on the plan."""
         if not self.software.gradient_arrays:
             return
         cut = {part.name for part in self.cut_parameters}
@@ -751,9 +723,9 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     layer.peak.divided = max(layer.peak.divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
 
-def embed(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None = None) -> Component:
-    n, h = part.tokens, shape.hidden
-    layer = Layer("wte" if shape.tied else "embed", shape, software, part, tuning)
+def embed(model: Layer) -> Component:
+    shape, software, part = model.shape, model.software, model.part
+    n, h, layer = part.tokens, shape.hidden, model.another("wte" if shape.tied else "embed")
     lookup = Operator(
         kind="embedding",
         shape=(("rows", n), ("width", h)),
@@ -784,19 +756,17 @@ def embed(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | N
         layer.saved = Amount()
     else:
         layer.peak_fixed.divided = part.element_bytes * shape.vocab * h
-    return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
+    rules = {RULE: (("full",), ("partial",))}
+    return component_of("embed", layer, ("tokens",), ("x0",), rules, limit=EVEN * shape.vocab)
 
 
-def head(
-    shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool, tuning: Tuning | None = None
-) -> Component:
+def head(model: Layer, reads: str, *, norm: bool) -> Component:
     """The last norm, and logits and loss of the tokens that count.
-
     Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
-    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
-    """
+    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out."""
+    shape, software, part = model.shape, model.software, model.part
     n, h, v, counted = part.tokens, shape.hidden, shape.vocab, part.loss_tokens or part.tokens
-    layer = Layer("wte" if shape.tied else "lm_head", shape, software, part, tuning)
+    layer = model.another("wte" if shape.tied else "lm_head")
     layer.linear("", counted, v, h, split="column", low=False)
     made = part.element_bytes * n * h if layer.input_bytes("") else 0
     if norm:
@@ -811,14 +781,12 @@ def head(
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
     layer.saved.add((software.loss_bytes + (wider if software.loss_bytes else 0)) * counted * v, divided=True)
     layer.peak = Amount(part.element_bytes * n * h, round((software.loss_peak + wider) * counted * v))
-    return component_of(
-        "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
-    )
+    rules = {RULE: (("full", "full"), ("partial",))}
+    return component_of("head", layer, (reads, "target"), ("loss",), rules, limit=EVEN * v)
 
 
-def _even(vocab: int) -> int:
-    """Frameworks pad the vocabulary so that it divides; every power of two up to 128 does."""
-    return vocab * 128
+EVEN = 128
+"""Frameworks pad the vocabulary so that it divides; every power of two up to this does."""
 
 
 def component_of(
@@ -828,8 +796,10 @@ def component_of(
     outputs: tuple[str, ...],
     rules: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]],
     *,
-    limit: int,
+    limit: int = 0,
 ) -> Component:
+    """What a layer does as a component. `limit`: as of Sharding; 0: the heads."""
+    limit = limit or (layer.shape.heads * (EVEN if layer.shape.experts else 1))
     layer.sum_gradients()
     if not layer.reached and not any(parameter.trainable for parameter in layer.parameters):  # it has no backward
         layer.saved, layer.given, layer.again = Amount(), Amount(), Amount()
@@ -868,9 +838,8 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size]
     """What runs again by operator, of the whole component and of its shards.
 
     With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do. A second
-    forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
-
-    Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
+    forward that stops early runs again whole, up to its last product (`Layer.stop_early`). Leaves out: gradients beside what
+    the second forward makes, and what it makes and lets go of.
     """
     if layer.software.early_stop and layer.given.total:
         layer.stop_early()
@@ -891,17 +860,7 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size]
     return whole, shard
 
 
-def limit_of(shape: Shape) -> int:
-    return shape.heads * 128 if shape.experts else shape.heads
-
-
-def stream_value(
-    name: str, producer: str, shape: Shape, part: SamplePart, savers: tuple[str, ...], width: int | None = None
-) -> Value:
+def stream_value(model: Layer, name: str, producer: str, savers: tuple[str, ...], width: int | None = None) -> Value:
     """An array of `width` elements per token (None: the hidden size)."""
-    size = part.element_bytes * part.tokens * (shape.hidden if width is None else width)
+    size = model.part.element_bytes * model.part.tokens * (model.shape.hidden if width is None else width)
     return Value(name=name, producer=producer, bytes_per_sample=size, savers=savers)
-
-
-def is_mixture(shape: Shape, number: int) -> bool:
-    return bool(shape.experts) and number >= shape.dense_layers

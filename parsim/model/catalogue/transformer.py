@@ -19,7 +19,6 @@ from functools import cache, lru_cache, partial
 from parsim.errors import ModelError
 from parsim.model.catalogue.sublayers import (
     ATTENTION_READS,
-    FULL_BYTES,
     MLP_READS,
     RULE,
     SEQUENCE,
@@ -31,39 +30,39 @@ from parsim.model.catalogue.sublayers import (
     component_of,
     embed,
     head,
-    is_mixture,
-    limit_of,
     mlp,
     residual_of,
     scores_of,
     stream_value,
 )
-from parsim.model.component import Bytes, Component, Footprint, Parameter, Sharding, Value, ValueFootprint
+from parsim.model.component import (
+    FULL_BYTES,
+    HALF_BYTES,
+    Bytes,
+    Component,
+    Footprint,
+    Parameter,
+    Sharding,
+    Value,
+    ValueFootprint,
+)
 from parsim.model.model import Model
 from parsim.model.tuning import HEAD, Tuning
-
-HALF_BYTES = 2
 
 
 @lru_cache(maxsize=256)
 def transformer(shape: Shape, software: Software, part: SamplePart, granularity: str, tuning: Tuning | None = None) -> Model:
     """The Model of a shape, with `part.element_bytes` per parameter and activation.
-
-    Args:
-        granularity: "layer", "sublayer" or "sequence". tuning: what is trained of it; None: everything.
-
-    Raises:
-        ModelError: sizes that do not go together, or a head that cannot be trained alone.
-    """
+    `granularity`: "layer", "sublayer" or "sequence". `tuning`: what is trained of it; None: everything. Raises ModelError:
+    sizes that do not go together, or a head that cannot be trained alone."""
     shape.check()
     if tuning is not None and tuning.method == HEAD and shape.tied:
         raise ModelError(
             f"{shape.name}: its head is its embedding, so training it alone would train the first layer too; set "
             'training.tune = "lora" or "full"'
         )
-    builders: dict[str, Callable[[Shape, Software, SamplePart, Tuning | None], Chain]]
-    builders = {"layer": _by_layer, "sublayer": partial(_by_layer, sublayers=True), "sequence": _by_sequence}
-    components, values = builders[granularity](shape, software, part, tuning)
+    model = Layer("h", shape, software, part, tuning)
+    components, values = _by_sequence(model) if granularity == "sequence" else _by_layer(model, granularity == "sublayer")
     if tuning is not None and tuning.method != "full":
         values = [_unreached(value, tuning, components) for value in values]
     tokens = Value(name="tokens", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("embed",))
@@ -101,13 +100,7 @@ def recorded(
     shape: Shape, software: Software, part: SamplePart, granularity: str, weights: str, tuning: Tuning | None = None
 ) -> Model:
     """A Model as traced ones are: with weights of a type, and in fp32 also with what autocast to half precision keeps.
-
-    Args:
-        weights: "float32" or "bfloat16".
-
-    Raises:
-        ModelError: sizes that do not go together.
-    """
+    `weights`: "float32" or "bfloat16". Raises ModelError: sizes that do not go together."""
     half = transformer(shape, software, replace(part, element_bytes=HALF_BYTES), granularity, tuning)
     if weights != "float32":
         return half
@@ -124,9 +117,7 @@ def recorded(
 
 def _with_half(full: Component, half: Component) -> Component:
     """A component with what it keeps under autocast: its activations in half precision, and casts of its weights.
-
-    Gradients of parameters stay in fp32.
-    """
+    Gradients of parameters stay in fp32."""
 
     def sharding(divided: Sharding) -> Sharding:
         narrow = half.sharding(divided.rule)
@@ -159,68 +150,68 @@ ADDED = {RULE: (("full", "shard:1"), ("partial",))}
 """Of a sublayer that adds to its sum a stream which is divided along the sequence."""
 
 
-def _by_layer(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, *, sublayers: bool = False) -> Chain:
+def _by_layer(model: Layer, sublayers: bool) -> Chain:
     """One component per layer, or one for its attention and one for its MLP, each read by the next alone."""
 
     def whole(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part, tuning)
+        layer = model.another()
         attention(layer, norm=True, residual=True)
         mlp(layer, experts=mixture, norm=True, residual=True)
-        return component_of("h", layer, ("x",), ("y",), {}, limit=limit_of(shape))
+        return component_of("h", layer, ("x",), ("y",), {})
 
     def feed(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part, tuning)
+        layer = model.another()
         mlp(layer, experts=mixture, norm=True, residual=True)
-        return component_of("h", layer, ("y",), ("z",), ENDS, limit=limit_of(shape))
+        return component_of("h", layer, ("y",), ("z",), ENDS)
 
     chain: list[tuple[Component, str, str]] = []  # with its name and the value it makes
     if sublayers:
-        first = Layer("h", shape, software, part, tuning)
+        first = model.another()
         attention(first, norm=True, residual=True)
-        half = component_of("h", first, ("x",), ("y",), ENDS, limit=limit_of(shape))
-        for number, component in enumerate(_per_layer(shape, feed)):
+        half = component_of("h", first, ("x",), ("y",), ENDS)
+        for number, component in enumerate(_per_layer(model.shape, feed)):
             chain += [(half, f"h.{number}.attn", f"y{number}"), (component, f"h.{number}.mlp", f"x{number + 1}")]
     else:
-        chain += [(layer, f"h.{number}", f"x{number + 1}") for number, layer in enumerate(_per_layer(shape, whole))]
-    components, values = [embed(shape, software, part, tuning)], []
+        chain += [(layer, f"h.{number}", f"x{number + 1}") for number, layer in enumerate(_per_layer(model.shape, whole))]
+    components, values = [embed(model)], []
     value, producer = "x0", "embed"
     for component, name, makes in chain:
         components.append(_renamed(component, name, (value,), (makes,)))
-        values.append(stream_value(value, producer, shape, part, (name,)))
+        values.append(stream_value(model, value, producer, (name,)))
         value, producer = makes, name
-    components.append(head(shape, software, part, value, norm=True, tuning=tuning))
-    values.append(stream_value(value, producer, shape, part, ("head",)))
+    components.append(head(model, value, norm=True))
+    values.append(stream_value(model, value, producer, ("head",)))
     return components, values
 
 
 def _per_layer(shape: Shape, build: Callable[[bool], Component]) -> list[Component]:
     """For every layer what `build` makes with or without experts; layers that are alike share it."""
-    mixtures = [is_mixture(shape, number) for number in range(shape.layers)]
+    mixtures = [bool(shape.experts) and number >= shape.dense_layers for number in range(shape.layers)]
     made = {mixture: build(mixture) for mixture in set(mixtures)}
     return [made[mixture] for mixture in mixtures]
 
 
-def _by_sequence(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None) -> Chain:
+def _by_sequence(model: Layer) -> Chain:
     """x: the stream before a layer, y: before its MLP; n, m: normalised. A sublayer adds the stream to its part of the sum, so
     one value joins layers: what a stage sends, and what a layer that runs again keeps."""
 
     def feed(mixture: bool) -> Component:
-        layer = Layer("h", shape, software, part, tuning)
+        layer = model.another()
         mlp(layer, experts=mixture, norm=False, residual=True)
-        return component_of("h", layer, ("m", "y"), ("x",), ADDED, limit=limit_of(shape))
+        return component_of("h", layer, ("m", "y"), ("x",), ADDED)
 
-    steps = _attention_steps(shape, software, part, tuning)
-    norm = cache(partial(_norm_component, shape, software, part, tuning))
-    components, values = [embed(shape, software, part, tuning)], list[Value]()
+    steps = _attention_steps(model)
+    norm = cache(partial(_norm_component, model))
+    components, values = [embed(model)], list[Value]()
 
     def normed(name: str, stream: str, producer: str, made: str, read_by: tuple[str, ...]) -> None:
-        keeps = Layer("h", shape, software, part, tuning).input_bytes(*read_by)
-        values.append(stream_value(stream, producer, shape, part, (name,)))
+        keeps = model.input_bytes(*read_by)
+        values.append(stream_value(model, stream, producer, (name,)))
         components.append(_renamed(norm(keeps), name, (stream,), (made,)))
-        values.append(stream_value(made, name, shape, part, (name,) if keeps else ()))
+        values.append(stream_value(model, made, name, (name,) if keeps else ()))
 
     last = "embed"
-    for number, mlp_component in enumerate(_per_layer(shape, feed)):
+    for number, mlp_component in enumerate(_per_layer(model.shape, feed)):
         here, stream, added, value = f"h.{number}", f"x{number}", f"y{number}", f"n{number}"
         normed(f"{here}.norm1", stream, last, value, ATTENTION_READS)
         for place, (component, suffix, makes, width) in enumerate(steps):
@@ -229,31 +220,27 @@ def _by_sequence(shape: Shape, software: Software, part: SamplePart, tuning: Tun
                 components.append(_renamed(component, name, (value, stream), (added,)))
                 continue
             components.append(_renamed(component, name, (value,), (f"{here}.{makes}",)))
-            values.append(stream_value(f"{here}.{makes}", name, shape, part, (f"{here}.{steps[place + 1][1]}",), width))
+            values.append(stream_value(model, f"{here}.{makes}", name, (f"{here}.{steps[place + 1][1]}",), width))
             value = f"{here}.{makes}"
         normed(f"{here}.norm2", added, f"{here}.{steps[-1][1]}", f"m{number}", MLP_READS)
         last = f"{here}.mlp"
         components.append(_renamed(mlp_component, last, (f"m{number}", added), (f"x{number + 1}",)))
-    normed("final.norm", f"x{shape.layers}", last, "normed", ("",))
-    components.append(head(shape, software, part, "normed", norm=False, tuning=tuning))
+    normed("final.norm", f"x{model.shape.layers}", last, "normed", ("",))
+    components.append(head(model, "normed", norm=False))
     return components, values
 
 
-def _attention_steps(
-    shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None
-) -> list[tuple[Component, str, str, int]]:
+def _attention_steps(model: Layer) -> list[tuple[Component, str, str, int]]:
     """Attention as one component; or as three where its inside alone is computed again: products, scores, product.
-
-    Each with its name, the name of what it makes ("" for the last) and how wide that is per token.
-    """
-    limit = limit_of(shape)
+    Each with its name, the name of what it makes ("" for the last) and how wide that is per token."""
+    shape, software, part = model.shape, model.software, model.part
     if not software.selective or software.flash:
-        layer = Layer("h", shape, software, part, tuning)
+        layer = model.another()
         attention(layer, norm=False, residual=True)
-        return [(component_of("h", layer, ("n", "x"), ("y",), ADDED, limit=limit), "attn", "", shape.hidden)]
+        return [(component_of("h", layer, ("n", "x"), ("y",), ADDED), "attn", "", shape.hidden)]
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
-    before, inside, after = (Layer("h", shape, software, part, tuning) for _ in range(3))
+    before, inside, after = (model.another() for _ in range(3))
     before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
     scores_of(inside, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
@@ -261,20 +248,20 @@ def _attention_steps(
     inside.saved.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     inside.given.add(part.element_bytes * n * (queries + 2 * keys), divided=True)
     after.saved.add(part.element_bytes * n * queries if after.input_bytes("proj") else 0, divided=True)
-    first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
-    second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
-    third = component_of("h", after, ("c", "x"), ("y",), {RULE: (("shard:2", "shard:1"), ("partial",))}, limit=limit)
+    first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))})
+    second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))})
+    third = component_of("h", after, ("c", "x"), ("y",), {RULE: (("shard:2", "shard:1"), ("partial",))})
     return [(first, "qkv", "q", queries + 2 * keys), (second, "core", "c", queries), (third, "proj", "", h)]
 
 
-def _norm_component(shape: Shape, software: Software, part: SamplePart, tuning: Tuning | None, keeps: int) -> Component:
+def _norm_component(model: Layer, keeps: int) -> Component:
     """A norm, all of it divided along the sequence. `keeps`: bytes per element that its reader keeps of what it makes."""
-    n, h = part.tokens, shape.hidden
-    layer = Layer("h", shape, software, part, tuning)
-    layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
-    layer.saved.add((part.element_bytes + keeps) * n * h, divided=True)
-    layer.peak.divided = 2 * part.element_bytes * n * h
-    return component_of("h", layer, ("x",), ("n",), {SEQUENCE: (("shard:1",), ("shard:1",))}, limit=part.tokens)
+    n, h, size = model.part.tokens, model.shape.hidden, model.part.element_bytes
+    layer = model.another()
+    layer.norm("norm", n, h, divided=True, kind=model.shape.norm, arrays=model.software.norm_arrays)
+    layer.saved.add((size + keeps) * n * h, divided=True)
+    layer.peak.divided = 2 * size * n * h
+    return component_of("h", layer, ("x",), ("n",), {SEQUENCE: (("shard:1",), ("shard:1",))}, limit=n)
 
 
 def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Component:

@@ -20,9 +20,7 @@ SHARD = "shard"
 
 class Content(NamedTuple):
     """`form` is full, partial, maximum or shard.
-
-    Of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks; `runs`: their sizes if not equal.
-    """
+    Of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks; `runs`: their sizes if not equal."""
 
     form: str
     dim: int = 0
@@ -151,10 +149,7 @@ class Step:
 
     def decision(self, weight: Ref, options: Iterable[tuple[int, int]], runs_dim: int | None = None) -> ParameterShard | None:
         """How a weight is cut: None, or one of the (dim, blocks) its sizes allow. Raises Undecided.
-
-        Args:
-            runs_dim: the dim that makes the output's last one, which may be cut in the runs that the output is taken apart in.
-        """
+        `runs_dim`: the dim that makes the output's last one, which may be cut in the runs that the output is taken apart in."""
         name = self.state.get(weight.slot)
         if name is None:
             return None

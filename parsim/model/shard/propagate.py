@@ -62,14 +62,9 @@ def propagate(
     program: CallProgram, inputs: Sequence[Content], decided: Mapping[str, ParameterShard | None], ways: int = 1
 ) -> Propagation:
     """Run the rules over the calls of `program`.
-
-    Args:
-        inputs: content per input. decided: per weight met with a full input how it is cut, None for not at all.
-        ways: the number of shards, which the arguments of rewritten calls are for.
-
-    Raises:
-        Refused: if the component cannot be done so. Undecided: if a weight is met that `decided` does not name.
-    """
+    `inputs`: content per input. `decided`: per weight met with a full input how it is cut, None for not at all. `ways`: the
+    number of shards, which the arguments of rewritten calls are for. Raises Refused: if the component cannot be done so.
+    Undecided: if a weight is met that `decided` does not name."""
     state = {slot: key.name for key, slot in program.state}
     contents: dict[int, Content] = dict.fromkeys((*state, *(slot for _, slot in program.constants)), WHOLE)
     contents.update({slot: content for (_, slot, _), content in zip(program.inputs, inputs, strict=True)})
@@ -193,9 +188,7 @@ def _drops(op: Op) -> bool:
 
 def may_draw_on_host(program: CallProgram) -> bool:
     """Whether a component of a GPU may draw from the generator of the host, as `torch.rand(3).to(x.device)` does.
-
-    What torch does not see may. Masks of dropout are drawn where the values are, which is on the GPU.
-    """
+    What torch does not see may. Masks of dropout are drawn where the values are, which is on the GPU."""
     watches = (_on_meta(program, program.ops[number], on_gpu=True) for number in drawing_calls(program))
     return any(watch is None or watch.hidden or watch.drew_on_host for watch in watches)
 
@@ -211,11 +204,8 @@ def _is_plain(program: CallProgram, op: Op) -> bool:
 
 def _on_meta(program: CallProgram, op: Op, *, half: torch.dtype | None = None, on_gpu: bool = False) -> _Draws | None:
     """A call on the meta device; None where it cannot run there, and nothing is known of it.
-
-    Args:
-        half: the type in place of half-precision ones; None: as recorded. on_gpu: meta tensors stand for those of a GPU, so a
-            call that makes a tensor on the host makes it there.
-    """
+    `half`: the type in place of half-precision ones; None: as recorded. `on_gpu`: meta tensors stand for those of a GPU, so a
+    call that makes a tensor on the host makes it there."""
     environment: list[Any] = [None] * program.slots
     for slot in operands_of(op):
         kind = program.tensors[slot]
@@ -320,10 +310,7 @@ class Variant(NamedTuple):
 
 def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, ...]:
     """The shardings worth offering, one per rule name, in the order found.
-
-    Args:
-        cuttable: per input whether its dim 0 is the batch; of others only biases per head may come in pieces.
-    """
+    `cuttable`: per input whether its dim 0 is the batch; of others only biases per head may come in pieces."""
     shapes = {key.name: program.tensors[slot].shape for key, slot in program.state}
 
     def elements(variant: Variant) -> int:
@@ -382,10 +369,7 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
 
 def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool, sizes: frozenset[int]) -> tuple[Content, ...]:
     """Full; or cut by channels (dim 1 of images), heads (of biases) or features (the last dim of rows and sequences).
-
-    Args:
-        sizes: of the dims of parameters. A sequence whose dim 1 is one of them, and its last none, has its features there.
-    """
+    `sizes`: of the dims of parameters. A sequence whose dim 1 is one of them, and its last none, has its features there."""
     kind = program.tensors[slot]
     dim = 2 if len(kind.shape) == 3 and (kind.shape[2] in sizes or kind.shape[1] not in sizes) else 1
     if not cuttable and not (flows and len(kind.shape) == 4):
@@ -417,10 +401,8 @@ def vocabulary_size(program: CallProgram, result: Propagation, logits: Collectio
 
     As in Megatron-LM, pieces are equal and the last one ends in rows that stand for no token. The rows are zeros. No token
     looks them up, and the parts of the loss leave their logits out. So their gradients are zeros as well, and no optimizer
-    moves them.
-
-    Args:
-        program: of the whole component. result: what the sharding does. logits: the values that the parts of the loss read.
+    moves them. `program`: of the whole component. `result`: what the sharding does. `logits`: the values that the parts of the
+    loss read.
     """
     state = {slot for _, slot in program.state}
     sizes: set[int] = set()

@@ -88,8 +88,7 @@ def hint(module: nn.Module, message: str) -> str:
 def eager() -> Iterator[None]:
     """torch.compile'd parts and scripted functions run their Python code, attention modules do not take the fused path of
     evaluation, and torch.utils.checkpoint runs its function in sight: what a step computes again is a plan's choice.
-    Distributions do not check their arguments, which would look at values; torch.compile switches that off, too.
-    """
+    Distributions do not check their arguments, which would look at values; torch.compile switches that off, too."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     checks = Distribution._validate_args
@@ -193,10 +192,7 @@ def _plain(value: Any) -> Hashable:
 
 def draw_message(name: str, drawn: str, forward: Callable[[], object]) -> str:
     """Why a forward that draws outside torch cannot be recorded.
-
-    Args:
-        name: of the module. drawn: of `Generators.drawn`. forward: the same again, to find the line.
-    """
+    `name`: of the module. `drawn`: of `Generators.drawn`. `forward`: the same again, to find the line."""
     return (
         f"the forward of {name} draws from {drawn}{_first_draw(forward)}: each step would draw again, but a recorded forward "
         "repeats one outcome in every step; draw with torch and use the numbers as a tensor, as in "
@@ -223,10 +219,7 @@ def _first_draw(forward: Callable[[], object]) -> str:
 
 def changed_attributes(before: Iterable[tuple[str, nn.Module, Mapping[str, Any]]]) -> tuple[str, ...]:
     """Numbers and words in attributes that the forward has left with another value, for people.
-
-    Args:
-        before: name and attributes of every part of a module, before the forward.
-    """
+    `before`: name and attributes of every part of a module, before the forward."""
     return tuple(
         f"{qualified(path, key)} ({was!r} to {now!r})"
         for path, part, attributes in before

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,24 @@ from parsim.model.component import (
     MAXIMUM,
     PARTIAL,
     Component,
+    DividedSize,
     Footprint,
+    Operator,
+    OperatorShard,
     Parameter,
     ParameterShard,
     Selective,
     Sharding,
+    Share,
     Size,
     Value,
     ValueFootprint,
 )
 from parsim.model.model import SUBLAYER, Model
-from parsim.model.objective import OpenLoss
-from parsim.model.runnable import CallProgram, Nested, Ref
-from parsim.model.shard.measure import Division, WholeComponent, divide, half_divided
+from parsim.model.runnable import CallProgram, Nested, Ref, environment_of, run_op
+from parsim.model.shard.apply import localise
+from parsim.model.shard.content import Refused, Undecided
+from parsim.model.shard.propagate import Variant, propagate, variants, vocabulary_size
 from parsim.model.total_loss import MAXIMUM as MAXIMUM_OF_LOGITS
 from parsim.model.trace.checks import backward_message
 from parsim.model.trace.cut import CallInterval, cut, final_values, programs, value_names
@@ -54,16 +59,196 @@ from parsim.model.trace.memory import (
     compares_samples,
     component_peaks,
     gains,
+    like,
+    local_program,
     selective_of,
     shard_peaks,
     shard_selective,
     square_peaks,
     square_size,
+    state_of,
+    with_local_tensors,
 )
-from parsim.model.trace.operators import RawOperator, Watch, grow
+from parsim.model.trace.operators import OperatorMode, RawOperator, SavedTensors, Watch, grow
 from parsim.model.trace.record import run_recorded
 from parsim.model.trace.recorder import Recording, storage_key
 from parsim.private import FakeTensorMode
+from parsim.units import divisors
+
+# The `Sharding`s of a component with the arrays each divides, measured by running one shard and the whole on fake tensors.
+#
+# A shard's operators and saved bytes are compared with the whole's, call by call. Left out: the small kernels that a shard has
+# and the whole has not (taking its piece of a full operand, masking tokens).
+
+
+Split = Callable[[int, int, str], tuple[int, int]]
+
+
+class Division(NamedTuple):
+    """A component by its operators.
+    `operators`: per sample. `shardings`: of the component. `numbers`: per one of `Recorded.operators` the number of its
+    operator; -1: it is part of a sum over a loop."""
+
+    operators: tuple[Operator, ...]
+    shardings: tuple[Sharding, ...]
+    numbers: tuple[int, ...]
+
+
+def divide(
+    small: Recorded,
+    large: Recorded,
+    split: Split,
+    saved: tuple[int, int],
+    cuttable: Sequence[bool],
+    logits: Collection[str] = (),
+) -> Division:
+    """Operators per sample and shardings of a component recorded at two batches.
+    `split`: (bytes at the small batch, at the large one, what) -> (per sample, fixed). `saved`: what the whole saves, so.
+    `cuttable`: per input whether dim 0 is the batch in both. `logits`: the values that the parts of a cross-entropy read."""
+    raws = grow(small.operators, large.operators, large.samples - small.samples)
+    grown = _numbered(raws)
+    found = [_divided(small, large, split, saved, variant, grown, logits) for variant in variants(small.program, cuttable)]
+    divisions = [division for division in found if division is not None]
+    counts: dict[tuple[Operator, tuple[OperatorCut | None, ...]], int] = {}
+    number_of: dict[int, int] = {}
+    places: dict[Hashable, int] = {}
+    for (key, operator), (raw, _) in zip(grown, raws, strict=True):
+        mark = tuple(cuts.get(key) for _, cuts in divisions)
+        counts[operator, mark] = counts.get((operator, mark), 0) + 1
+        number_of[id(raw)] = places.setdefault((operator, mark), len(places))
+    shardings = []
+    for place, (sharding, _) in enumerate(divisions):
+        cuts = [(number, mark[place]) for number, (_, mark) in enumerate(counts)]
+        shards = (OperatorShard(number=number, dim=cut[0], activation_bytes=cut[1]) for number, cut in cuts if cut is not None)
+        shardings.append(replace(sharding, operators=tuple(shards)))
+    return Division(
+        operators=tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items()),
+        shardings=tuple(shardings),
+        numbers=tuple(number_of.get(id(raw), -1) for raw in small.operators),
+    )
+
+
+def _divided(
+    small: Recorded,
+    large: Recorded,
+    split: Split,
+    saved: tuple[int, int],
+    variant: Variant,
+    grown: list[tuple[Hashable, Operator]],
+    logits: Collection[str],
+) -> tuple[Sharding, dict[Hashable, OperatorCut]] | None:
+    """The sharding without its operators, and what it divides of these; None if the larger batch does not allow the same."""
+    ways, program = divisors(variant.result.limit)[1], small.program
+    try:
+        one, other = (propagate(whole.program, variant.inputs, variant.decided, ways) for whole in (small, large))
+    except (Refused, Undecided):
+        return None
+    if (one.outputs, one.parts, one.limit) != (other.outputs, other.parts, other.limit):
+        return None
+    runs = []
+    for whole, result in ((small, one), (large, other)):
+        local_calls, origins = localise(whole.program, result, 0, ways)
+        local_calls = with_local_tensors(local_calls, variant.inputs, result.parts.values(), Share(1, ways))
+        runs.append(_run_shard(whole, local_calls, origins))
+    local = dict(_numbered(grow(runs[0].operators, runs[1].operators, large.samples - small.samples)))
+    cuts = {key: cut for key, operator in grown if key in local and (cut := _cut(operator, local[key], ways)) is not None}
+    rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {program.name} saves")
+    rate, fixed = (_whole_of(everything, part, ways) for everything, part in zip(saved, rates, strict=True))
+    size = vocabulary_size(program, variant.result, logits)
+
+    def parts(kind: str) -> tuple[ParameterShard, ...]:
+        names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
+        return tuple(replace(variant.result.parts[name], size=size) for name in names if name in variant.result.parts)
+
+    sharding = Sharding(
+        rule=variant.result.rule,
+        limit=variant.result.limit,
+        inputs=tuple(content.text for content in variant.inputs),
+        outputs=variant.result.outputs,
+        parameters=parts("parameter"),
+        buffers=parts("buffer"),
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        size=size,
+    )
+    return sharding, cuts
+
+
+def _whole_of(everything: int, local: int, ways: int) -> int:
+    """The part that is divided, from what one of `ways` shards has left of everything."""
+    return min(everything, max(0, everything - local) * ways // (ways - 1))
+
+
+OperatorCut = tuple[str, int]
+"""The dim that shards divide of an operator, and the bytes of activations."""
+
+
+def _cut(whole: Operator, local: Operator, ways: int) -> OperatorCut | None:
+    sizes, local_sizes = dict(whole.shape), dict(local.shape)
+    dims = [name for name in sizes if local_sizes.get(name) != sizes[name]]
+    if len(dims) != 1 or local_sizes.get(dims[0], 0) * ways != sizes[dims[0]]:
+        return None
+    return dims[0], _whole_of(whole.activation_bytes, local.activation_bytes, ways)
+
+
+def _numbered(grown: Sequence[tuple[RawOperator | None, Operator]]) -> list[tuple[Hashable, Operator]]:
+    """By (call, function, which of them): the same for the whole and for a shard."""
+    seen: dict[Hashable, int] = {}
+    numbered: list[tuple[Hashable, Operator]] = []
+    for place, (raw, operator) in enumerate(grown):
+        call: Hashable = ("sum of a loop", place) if raw is None else (raw.op, raw.function)
+        seen[call] = seen.get(call, 0) + 1
+        numbered.append(((call, seen[call]), operator))
+    return numbered
+
+
+class _ShardRun(NamedTuple):
+    """Operators of the calls that were recorded, and bytes of activations and of casts of parameters that are saved."""
+
+    operators: list[RawOperator]
+    saved_bytes: int
+    cast_bytes: int
+
+
+def _run_shard(whole: Recorded, program: CallProgram, origins: Sequence[int | None]) -> _ShardRun:
+    """Shard 0 on fake tensors laid out in memory as the whole's.
+    `program`: of the shard, with local shapes. `origins`: per call the number of the recorded one it stands for."""
+    position = 0
+    with whole.fakes, autocast_as(whole.autocast), torch.enable_grad():
+        kinds = [program.tensors[slot] for _, slot, _ in program.inputs]
+        inputs = [like(kind).requires_grad_(kind.differentiable) for kind in kinds]
+        state = state_of(program)
+        environment = environment_of(program, inputs, state.items())
+        uncounted = [value for place, value in enumerate(inputs) if place not in whole.counted_inputs]
+        saved = SavedTensors(lambda: position)
+        mode = OperatorMode(lambda: position, set(map(storage_key, state.values())))
+        with saved.open(), mode:
+            for op, origin in zip(program.ops, origins, strict=True):
+                position = -1 if origin is None else origin
+                run_op(op, environment)
+        sizes = {key: size for _, key, size in saved.first_saves(set(map(storage_key, (*state.values(), *uncounted))))}
+    casts = sum(size for key, size in sizes.items() if key in mode.casts)
+    return _ShardRun([raw for raw in mode.operators if raw.op >= 0], sum(sizes.values()) - casts, casts)
+
+
+def half_divided(
+    small: Recorded, large: Recorded, sharding: Sharding, half: Footprint[Size], split: Split
+) -> Footprint[DividedSize]:
+    """What shards divide of the bytes that a component saves under autocast.
+    Autocast halves what products read, and leaves the residual stream as it is. So the part that is divided is not that without
+    autocast, halved. `small`, `large`: recorded under autocast at two batches. `half`: what the whole saves. `split`: as for
+    `divide`."""
+    ways = divisors(sharding.limit)[1]
+    programs = [local_program(whole.program, sharding, 0, ways) for whole in (small, large)]
+    less, more = (
+        _run_shard(whole, program, range(len(program.ops))) for whole, program in zip((small, large), programs, strict=True)
+    )
+    rate, fixed = split(less.saved_bytes, more.saved_bytes, f"what a shard of {small.program.name} saves under autocast")
+    return Footprint(
+        saved_activation_bytes=_whole_of(half.saved_activation_bytes, rate, ways),
+        saved_fixed_bytes=_whole_of(half.saved_fixed_bytes, fixed, ways),
+        cast_bytes=_whole_of(half.cast_bytes, less.cast_bytes, ways),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +296,16 @@ class TracedForward:
         return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
 
     def recorded(self, place: int) -> Recorded:
-        """One component."""
-        counted = tuple(number for number, is_counted in enumerate(self.whole(place).counted_inputs) if is_counted)
-        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
-
-    def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""
-        saved = {key for key, _ in self.saved_in[place]}
-        tensors = self.recording.tensors
-        return WholeComponent(
+        saved, tensors = {key for key, _ in self.saved_in[place]}, self.recording.tensors
+        inputs = enumerate(self.intervals[place].inputs)
+        return Recorded(
             program=self.programs[place],
             fakes=self.fakes,
-            operators=self.operators_in[place],
-            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in self.intervals[place].inputs),
+            samples=self.batch,
+            autocast=self.autocast,
+            operators=tuple(self.operators_in[place]),
+            counted_inputs=tuple(number for number, value in inputs if storage_key(tensors[value]) in saved),
         )
 
 
@@ -131,9 +313,7 @@ def recorded_in_parts(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, granularity: str, example: bool, **settings: Any
 ) -> tuple[Recording, frozenset[str]]:
     """One forward, and the modules in it that depend on the data and so are called as a whole.
-
-    `settings`: further ones, as for `run_recorded`.
-    """
+    `settings`: further ones, as for `run_recorded`."""
     parts = granularity == SUBLAYER
     recording = run_recorded(module, args, kwargs, loss_in_parts=parts, example=example, **settings)
     if not recording.decisions:
@@ -149,23 +329,21 @@ def measure(
     kwargs: Mapping[str, Any],
     *,
     granularity: str,
-    loss: str | OpenLoss | None,
+    loss: str | None,
     autocast: torch.dtype | None = None,
     example: bool = False,
     answers: Sequence[bool] | None = None,
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
-
-    `example`, `answers`: as for `run_recorded`.
-    """
+    `example`, `answers`: as for `run_recorded`."""
     watch = Watch()
     with autocast_as(autocast):
         recording, whole = recorded_in_parts(
             module, args, kwargs, granularity=granularity, loss=loss, example=example, answers=answers, watch=watch
         )
-    collapsed = collapse(recording, whole, module)
-    cuts = cut(collapsed.recording, module, granularity, whole)
-    intervals = [replace(part, start=collapsed.starts[part.start], end=collapsed.starts[part.end]) for part in cuts]
+    collapsed, starts = collapse(recording, whole, module)
+    cuts = cut(collapsed, module, granularity, whole)
+    intervals = [replace(part, start=starts[part.start], end=starts[part.end]) for part in cuts]
     operators = _per_interval(intervals, watch.mode.operators, lambda raw: raw.op)
     first_saves = _per_interval(intervals, watch.saved.first_saves(watch.state), itemgetter(0))
     savers: dict[int, dict[str, None]] = {}
@@ -176,7 +354,7 @@ def measure(
         batch=recording.tensors[recording.inputs[0][1]].shape[0],
         recording=recording,
         intervals=intervals,
-        collapsed=collapsed.recording,
+        collapsed=collapsed,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
         operators_in=[
@@ -228,12 +406,8 @@ def combine(
     untrained: frozenset[str] = frozenset(),
 ) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
-
-    Args:
-        largest: at a third batch, where the loss compares samples. untrained: parameters that get no gradient.
-
-    Raises TraceError if a size is not linear in the batch.
-    """
+    `largest`: at a third batch, where the loss compares samples. `untrained`: parameters that get no gradient. Raises
+    TraceError if a size is not linear in the batch."""
     if [interval.name for interval in small.intervals] != [interval.name for interval in large.intervals]:
         raise TraceError(
             f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
@@ -278,9 +452,7 @@ HALF = torch.bfloat16
 
 def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
     """The model with what two forwards under autocast, at different batches, say of its components and values.
-
-    Raises TraceError if a size is not linear in the batch.
-    """
+    Raises TraceError if a size is not linear in the batch."""
     count = _Counts(small, large)
     return replace(
         model,
@@ -291,10 +463,7 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
 
 class _Counts:
     """Components and values in numbers per sample, from forwards at two batches. What is alike is counted once.
-
-    Args:
-        small, large: both with autocast or both without.
-    """
+    `small`, `large`: both with autocast or both without."""
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
@@ -316,9 +485,7 @@ class _Counts:
 
     def _split(self, small: int, large: int, what: str, *, rounded: bool | None = None) -> tuple[int, int]:
         """(per sample, fixed) of a size at two batches.
-
-        `rounded`: it need not be linear exactly; None: if it may rest on assumptions about the data.
-        """
+        `rounded`: it need not be linear exactly; None: if it may rest on assumptions about the data."""
         rate, rest = divmod(large - small, self._batches[1] - self._batches[0])
         if rounded is None:
             rounded = bool(self._small.recording.decisions)
@@ -383,11 +550,8 @@ class _Counts:
         untrained: frozenset[str],
     ) -> Component:
         """The numbers of one component.
-
-        Args:
-            buffers: counted with earlier components; this one's are added. largest: a third forward, if it compares samples.
-            untrained: parameters that get no gradient.
-        """
+        `buffers`: counted with earlier components; this one's are added. `largest`: a third forward, if it compares samples.
+        `untrained`: parameters that get no gradient."""
         small, large, interval = self._small, self._large, self._small.intervals[place]
         collapsed, tensors = small.collapsed_intervals[place], small.recording.tensors
         calls = small.collapsed.ops[collapsed.start : collapsed.end]
@@ -456,8 +620,7 @@ class _Counts:
 
     def with_half(self, component: Component, place: int) -> Component:
         """The component with what it and its shards take under the autocast that both forwards ran under."""
-        small, large, autocast = self._small, self._large, self._small.autocast
-        assert autocast is not None, "a forward under autocast"
+        small, large = self._small, self._large
         rounded = bool(small.recording.decisions) or any(component.pair_bytes)
         what = f"what {small.intervals[place].name} saves"
         rate, fixed = self._split(small.saved_bytes(place), large.saved_bytes(place), what, rounded=rounded)
@@ -478,10 +641,9 @@ class _Counts:
         )
         shardings = []
         for sharding in component.shardings:
-            wholes = small.whole(place), large.whole(place)
             divided = self._once(
                 ("divided", component.fingerprint, rate, fixed, casts, sharding.rule),
-                partial(half_divided, *wholes, sharding, half, autocast, self._split),
+                partial(half_divided, *self._recorded(place), sharding, half, self._split),
             )
             counted = self._of_shards(component, place, sharding, recomputed=sharding.selective is not None)
             shardings.append(replace(sharding, half=replace(divided, **counted)))
@@ -489,23 +651,17 @@ class _Counts:
 
     def _division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
         """The component at that place by its operators.
-
-        Args:
-            saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the batch.
-        """
-        small, large = self._small.whole(place), self._large.whole(place)
+        `saved`: bytes that it saves, per sample and fixed. `cuttable`: per input whether dim 0 is the batch."""
+        small, large = self._recorded(place)
         logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((_program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+            *((_program_key(whole.program), whole.operators, whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(key.name for key, _ in small.program.state)
-        step = self._large.batch - self._small.batch
-        first_state, division = self._once(
-            key, lambda: (state, divide(small, large, step, self._split, saved, cuttable, logits))
-        )
+        first_state, division = self._once(key, lambda: (state, divide(small, large, self._split, saved, cuttable, logits)))
         renamed = dict(zip(first_state, state, strict=True))
 
         def mine(parts: tuple[ParameterShard, ...]) -> tuple[ParameterShard, ...]:
@@ -539,10 +695,7 @@ class _Counts:
         self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
     ) -> Selective[Size] | None:
         """How the component at that place is recomputed by operator; None where that keeps no less.
-
-        Args:
-            component: as counted so far. numbers: of its calls, as in Division; None: it gains, and its operators are known.
-        """
+        `component`: as counted so far. `numbers`: of its calls, as in Division; None: it gains, and its operators are known."""
         names = (*component.inputs, *component.outputs)
 
         def count() -> tuple[Selective[Size] | None, tuple[str, ...]]:
@@ -580,9 +733,7 @@ _TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 def _canonical(value: Any) -> Hashable:
     """A recorded argument (a constant, Ref or Nested) in a form that can be compared and hashed.
-
-    Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves.
-    """
+    Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves."""
     kind = type(value)
     if kind is Nested:
         return "nested", _canonical_function(value.rebuild), *map(_canonical, value.items)
@@ -648,10 +799,7 @@ def _program_key(program: CallProgram) -> Hashable:
 
 def untrained(recording: Recording) -> tuple[str, ...]:
     """Names of the trainable parameters that autograd finds no way to from the loss.
-
-    Args:
-        recording: with its loss. Where the forward depends on data, another batch may reach what this one does not: none.
-    """
+    `recording`: with its loss. Where the forward depends on data, another batch may reach what this one does not: none."""
     if recording.decisions or recording.loss_value is None:
         return ()
     waiting, seen, reached = [recording.tensors[recording.loss_value].grad_fn], set[object](), set[int]()

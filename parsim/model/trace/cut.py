@@ -73,10 +73,8 @@ class CallInterval:
 
 def sublayers(recording: Recording, block: CallInterval) -> list[CallInterval]:
     """The pieces of a block; the block itself if it has one.
-
-    A piece is named after the innermost module around its weight matrices (layers.0.attention), or the first of them where
-    that would be the whole block (layers.0.fc1). It has parameters, and embeddings stay together.
-    """
+    A piece is named after the innermost module around its weight matrices (layers.0.attention), or the first of them where that
+    would be the whole block (layers.0.fc1). It has parameters, and embeddings stay together."""
     adds = _residual_adds(recording, block)
     ends: list[int] = []
     start = block.start
@@ -195,12 +193,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 def cut(recording: Recording, module: nn.Module, granularity: str, whole: frozenset[str] = frozenset()) -> list[CallInterval]:
     """The components of a recording, in execution order, with what crosses their boundaries.
-
-    Args:
-        whole: modules inside which nothing is cut; their calls are one recorded call each.
-
-    Raises TraceError for an unknown granularity or a forward without a torch call.
-    """
+    `whole`: modules inside which nothing is cut; their calls are one recorded call each. Raises TraceError for an unknown
+    granularity or a forward without a torch call."""
     if granularity not in GRANULARITIES:
         raise TraceError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     if not recording.ops:
@@ -261,10 +255,8 @@ def _block_modules(root: nn.Module, whole: frozenset[str]) -> set[str]:
 
 def _labels(recording: Recording, module: nn.Module, granularity: str, whole: frozenset[str]) -> list[int | None]:
     """Per recorded op the call of a module that is its component, if one is.
-
     By layer: the innermost call, if it owns parameters and called no other module or runs as a whole. Else: the call of the
-    outermost block around the op.
-    """
+    outermost block around the op."""
     calls = recording.calls
     if granularity == "layer":
         parents = {call.parent for call in calls} - {number for number, call in enumerate(calls) if call.module in whole}
@@ -348,9 +340,7 @@ def _unique_names(intervals: list[CallInterval]) -> None:
 
 def _boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
     """Fill in which values enter and leave each interval.
-
-    Outputs are in the order in which others read them, not in that of their making: a forward may iterate over a set.
-    """
+    Outputs are in the order in which others read them, not in that of their making: a forward may iterate over a set."""
     producer: dict[int, int] = {}
     wanted: dict[int, dict[int, None]] = {}
     for place, interval in enumerate(intervals):

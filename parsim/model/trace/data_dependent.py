@@ -11,7 +11,7 @@ size depended on a choice. A module whose sizes reach the code around it is join
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,18 +29,6 @@ MODULE = "module"
 
 class _EscapesError(Exception):
     """A value inside a whole call is read outside it, or one outside is read inside without being an argument."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collapsed:
-    """A recording in which some calls of modules are one call each.
-
-    Attributes:
-        starts: of every call of it, where its own begin in the recording that it was made of; one more for the end.
-    """
-
-    recording: Recording
-    starts: tuple[int, ...]
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +49,7 @@ def _module_of(recording: Recording, call: int | None) -> str:
 
 def whole_modules(first: Recording, second: Recording, root: nn.Module) -> frozenset[str]:
     """The modules that have to run as a whole: those whose code looked at values, and those around whose values escape.
-
-    Args:
-        first, second: of one forward under different choices. root: the module.
-    """
+    `first`, `second`: of one forward under different choices. `root`: the module."""
     whole = frozenset(_module_of(recording, entry.call) for recording in (first, second) for entry in recording.decisions)
     while True:
         whole = _outermost(whole)
@@ -89,7 +74,7 @@ def _escape(recording: Recording, whole: frozenset[str]) -> str | None:
 
 def _difference(first: Recording, second: Recording, whole: frozenset[str], root: nn.Module) -> str | None:
     """The module in which two recordings differ first; None if they are equal outside whole calls."""
-    one, other = collapse(first, whole, root).recording, collapse(second, whole, root).recording
+    one, other = (collapse(recording, whole, root)[0] for recording in (first, second))
     calls = [
         left.call for left, right in zip(one.ops, other.ops, strict=False) if _signature(one, left) != _signature(other, right)
     ]
@@ -138,17 +123,12 @@ def _span(recording: Recording, call: int) -> tuple[int, int]:
     return (places[0], places[-1] + 1) if places else (0, 0)
 
 
-def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Collapsed:
+def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> tuple[Recording, tuple[int, ...]]:
     """The recording with one call for each call of the modules `whole`.
-
-    Args:
-        recording: of a forward. whole: names of modules, none inside another. root: the module that was recorded.
-
-    Raises:
-        TraceError: what such a module hands on besides its result leaves the whole model.
-    """
+    `recording`: of a forward. `whole`: names of modules, none inside another. `root`: the module that was recorded. Raises
+    TraceError: what such a module hands on besides its result leaves the whole model."""
     if not whole:
-        return Collapsed(recording, tuple(range(len(recording.ops) + 1)))
+        return recording, tuple(range(len(recording.ops) + 1))
     last = len(recording.ops) if recording.loss_start is None else recording.loss_start
     spans: dict[int, tuple[int, RecordedOp]] = {}
     state, tensors = dict(recording.state), list(recording.tensors)
@@ -195,7 +175,7 @@ def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Co
         loss_start=loss_start,
         buffer_writes={name: number for name, number in recording.buffer_writes.items() if number in made},
     )
-    return Collapsed(collapsed, tuple(starts))
+    return collapsed, tuple(starts)
 
 
 def _collapse_call(recording: Recording, call: int, start: int, end: int) -> RecordedOp:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +24,12 @@ from parsim.private import (
     TorchDispatchMode,
     _BypassDispatchCache,
     _CacheKeyState,
-    _get_current_dispatch_mode,
     default_device,
     mutable_data_ptr_guard,
 )
 
-# Watching every call below autograd: as a mode of torch, or inside a mode that takes such watches in.
-#
-# torch hands a call from mode to mode, and each way takes longer than what a watch does. A host (the mode of fake tensors)
-# calls its watches itself, in the order in which modes would have been called: the last one that was entered first.
-
-
 DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor several times per call."""
-
-NextCall = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs an operator: (function, types of tensors, arguments, keywords)."""
-
-
-class CallWatchHost(ABC):
-    """A mode that calls watches itself while it is the innermost one.
-
-    Attributes:
-        outermost: the watch that was entered last; None: there is none, or one of them is running.
-    """
-
-    outermost: NextCall | None = None
-
-    @abstractmethod
-    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, without watches."""
 
 
 class CallWatch(TorchDispatchMode, ABC):
@@ -66,46 +40,17 @@ class CallWatch(TorchDispatchMode, ABC):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._entered: list[tuple[CallWatchHost, NextCall | None] | None] = []
 
     @abstractmethod
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call returns.
-
-        Args:
-            call: runs this or another operator as those watch it that were entered before. func, types, args, kwargs: of the
-                call, as torch dispatches it.
-        """
-
-    def __enter__(self) -> Self:
-        innermost = _get_current_dispatch_mode()
-        if isinstance(innermost, CallWatchHost):
-            before = innermost.outermost
-            self._entered.append((innermost, before))
-            innermost.outermost = partial(self.around, before or innermost.answer)
-        else:
-            self._entered.append(None)
-            super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        entered = self._entered.pop()
-        if entered is None:
-            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        else:
-            host, before = entered
-            host.outermost = before
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is DEVICE:
-            return args[0].device
-        return self.around(lambda func, types, args, kwargs: func(*args, **kwargs), func, types, args, kwargs or {})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].device if func is DEVICE else self.around(func, args, kwargs or {})
 
 
 # What kernels save for their backward and fake tensors do not know.
@@ -127,14 +72,9 @@ def lstm_workspace_arrays(
     length: int, batch: int, features: int, hidden: int, element_bytes: int = 4, cell_bytes: int = 4
 ) -> tuple[int, ...]:
     """Bytes of the arrays in the workspace of one direction of one layer.
-
-    Args:
-        length: steps. features: of the input. hidden: of the state. element_bytes: of the input. cell_bytes: of an element of
-            the cells, which are as wide as the first ones; gradients are in fp32.
-
-    Returns:
-        Gates, hidden states, inputs of cells, cells, and the gradients of the last two and of the states.
-    """
+    `length`: steps. `features`: of the input. `hidden`: of the state. `element_bytes`: of the input. `cell_bytes`: of an
+    element of the cells, which are as wide as the first ones; gradients are in fp32. Returns gates, hidden states, inputs of
+    cells, cells, and the gradients of the last two and of the states."""
     rows, steps = length * batch, 2 * (length + 1) * batch
     widest = max(features, hidden)
     return (
@@ -188,10 +128,7 @@ CTC = frozenset((*_FORWARD, *_BACKWARD))
 
 def fake_ctc(func: Any, args: Sequence[Any]) -> Tensor | tuple[Tensor, Tensor]:
     """What one of `CTC` makes of fake arguments.
-
-    Raises:
-        DynamicOutputShapeException: targets in one row, whose longest only the lengths tell.
-    """
+    Raises DynamicOutputShapeException: targets in one row, whose longest only the lengths tell."""
     if func in _BACKWARD:
         return torch.empty_like(args[1])
     log_probs, targets = args[0], args[1]
@@ -220,11 +157,8 @@ class _Kind(NamedTuple):
 
 class _Made(NamedTuple):
     """One output of an operator.
-
-    Attributes:
-        same_as: the argument that it is, changed in place. view_of: the argument whose memory it sees.
-        kind: of a tensor that is not an argument; None for an argument, or without a tensor. attributes: of the Python object.
-    """
+    `same_as`: the argument that it is, changed in place. `view_of`: the argument whose memory it sees. `kind`: of a tensor that
+    is not an argument; None for an argument, or without a tensor. `attributes`: of the Python object."""
 
     same_as: int | None = None
     view_of: int | None = None
@@ -286,9 +220,7 @@ _ANSWERS: dict[Hashable, _Answer | None] = {}
 
 def _strided_view(args: Sequence[Any]) -> tuple[Any, ...] | None:
     """The arguments of `as_strided` for a view in another shape; None where another way is needed.
-
-    torch finds such a view dim by dim in Python. Of a dense tensor without dims of one entry only one such view exists.
-    """
+    torch finds such a view dim by dim in Python. Of a dense tensor without dims of one entry only one such view exists."""
     given, shape = args
     if not all(type(size) is int and size > 1 for size in (*given.shape, *shape)):
         return None
@@ -303,9 +235,7 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _check_types(func: Any, args: Sequence[Any]) -> None:
     """Raises RuntimeError for a product of two types, and for indices that are none, as the real kernels do.
-
-    Those for fake tensors multiply any types, and in torch 2.11 look up any index.
-    """
+    Those for fake tensors multiply any types, and in torch 2.11 look up any index."""
     if func is _LOOK_UP and args[1].dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{func} takes indices of dtype int32 or int64, got {args[1].dtype}")
     if func in _PRODUCTS:
@@ -314,11 +244,9 @@ def _check_types(func: Any, args: Sequence[Any]) -> None:
             raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
 
 
-class QuickFakeMode(FakeTensorMode, CallWatchHost):
+class QuickFakeMode(FakeTensorMode):
     """torch's FakeTensorMode, with a shorter way to the answers that torch keeps.
-
-    A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode.
-    """
+    A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
@@ -337,17 +265,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
     ) -> Any:
         if func is DEVICE:
             return args[0].device
-        outermost = self.outermost
-        if outermost is None:
-            return self.answer(func, types, args, kwargs or {})
-        self.outermost = None  # what torch calls to find an answer is not a call of the program
-        try:
-            return outermost(func, types, args, kwargs or {})
-        finally:
-            self.outermost = outermost
-
-    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, without watches."""
+        kwargs = kwargs or {}
         if func in _DISPATCH_META_HANDLERS:  # sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
         if func in CTC:

@@ -40,12 +40,12 @@ from parsim.model.component import (
     Size,
     SplitBackward,
     Value,
+    ways_of,
 )
 from parsim.model.runnable import CallProgram, TensorKind, environment_of, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
-from parsim.model.shard.narrow import ways_of
-from parsim.model.trace.fakes import CallWatch, NextCall, with_workspace
+from parsim.model.trace.fakes import CallWatch, with_workspace
 from parsim.model.trace.operators import OperatorMode, RawOperator
 from parsim.private import FakeTensor, FakeTensorMode
 
@@ -112,9 +112,9 @@ class LiveBytes(CallWatch):
         self.current_bytes -= self._live.pop(ref.key, (0, "", None))[0]
         self._ignored.discard(ref.key)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, whose storages count from now on."""
-        result = with_workspace(func, args, call(func, types, args, kwargs))
+        result = with_workspace(func, args, func(*args, **kwargs))
         for tensor in (result,) if type(result) in _ONE_TENSOR else tensors_among((result,)):
             if self._moving:
                 key = tensor.untyped_storage()._cdata
@@ -134,10 +134,7 @@ ShardPeaks = tuple[DividedSize, ...]
 
 def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
     """The envelope of moments' bytes at two batches; empty where they are not the same moments.
-
-    Args:
-        less, more: bytes at the batches `small` and `large`.
-    """
+    `less`, `more`: bytes at the batches `small` and `large`."""
     return upper_envelope(set(_sizes(less, more, (small, large)))) if len(less) == len(more) else ()
 
 
@@ -170,10 +167,10 @@ def upper_envelope(moments: set[Size]) -> Peaks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One component as recorded at so many samples.
+    """One component as recorded at so many samples, under autocast to a half-precision type or without (None).
 
     Attributes:
-        autocast: the half-precision type it ran under, or None.
+        operators: `op` counted from the component's first call.
         counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
         is_shard: the program is that of a shard, whose backward is not counted in halves.
     """
@@ -182,6 +179,7 @@ class Recorded:
     fakes: FakeTensorMode
     samples: int
     autocast: torch.dtype | None = None
+    operators: tuple[RawOperator, ...] = ()
     counted_inputs: tuple[int, ...] = ()
     is_shard: bool = False
 
@@ -200,9 +198,7 @@ def like(kind: TensorKind) -> Tensor:
 
 class CountedPeaks(NamedTuple):
     """Moments of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's.
-
-    `split`: its backward in halves; None: it has none.
-    """
+    `split`: its backward in halves; None: it has none."""
 
     forward: Peaks
     backward: Peaks
@@ -212,9 +208,7 @@ class CountedPeaks(NamedTuple):
 
 def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
     """Forward and backward of one component as recorded at two batches.
-
-    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
-    """
+    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none."""
     less, more = counted_moments(small), counted_moments(large)
     batches = small.samples, large.samples
     split = None
@@ -231,10 +225,8 @@ def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
 
 class Moments(NamedTuple):
     """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward.
-
     `views`: as in CountedPeaks. `inputs_first`: such bytes in the first half of a backward; None: it has no halves. `waiting`:
-    bytes that this half leaves for the second one, without the gradients of inputs.
-    """
+    bytes that this half leaves for the second one, without the gradients of inputs."""
 
     forward: list[int]
     backward: list[int]
@@ -264,9 +256,7 @@ def counted_moments(recorded: Recorded) -> Moments:
 
 def _split_moments(recorded: Recorded) -> tuple[list[int], int] | None:
     """The half for inputs, behind a forward of its own: what is neither saved for the other half nor waits is let go.
-
-    None where the graph allows no halves. Else as `Moments.inputs_first` and `Moments.waiting`.
-    """
+    None where the graph allows no halves. Else as `Moments.inputs_first` and `Moments.waiting`."""
     given = _given_to(recorded.program)
     with LiveBytes() as live:
         _, saved, gradients_of_outputs = _forward_of(recorded, given, live)
@@ -368,11 +358,8 @@ def _parts(smaller: Sequence[Tensor | None], larger: Sequence[Tensor | None]) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
     """Bytes of one component at one batch.
-
-    Attributes:
-        inputs, outputs: per one whether its storage stays. kept, again: as in Selective. first, second: every moment.
-        functions, repeated: of every kernel of the first forward its name, and whether it runs again.
-    """
+    `inputs`, `outputs`: per one whether its storage stays. `kept`, `again`: as in Selective. `first`, `second`: every moment.
+    `functions`, `repeated`: of every kernel of the first forward its name, and whether it runs again."""
 
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
@@ -448,14 +435,8 @@ def selective_of(
     small: Recorded, large: Recorded, functions: Sequence[str], numbers: Sequence[int] | None
 ) -> Selective[Size] | None:
     """A component as recorded at two batches.
-
-    Args:
-        functions: of the kernels that were recorded at the small batch. numbers: of each the operator that stands for it, or
-            -1; None: operators are not asked for.
-
-    Returns:
-        None where it cannot be counted.
-    """
+    `functions`: of the kernels that were recorded at the small batch. `numbers`: of each the operator that stands for it, or
+    -1; None: operators are not asked for. Returns None where it cannot be counted."""
     try:
         one, other = _counts(small, kernels=numbers is not None), _counts(large)
     except TraceError:
@@ -496,10 +477,7 @@ def _line(small: int, large: int, batches: tuple[int, int]) -> Size | None:
 
 def gains(selective: Selective[Size] | None, component: Component, values: Mapping[str, Value]) -> bool:
     """Whether a component keeps less per sample by operator than it saves otherwise.
-
-    Args:
-        selective: of the component. component: as counted. values: of its model.
-    """
+    `selective`: of the component. `component`: as counted. `values`: of its model."""
     if selective is None or not selective.operators:
         return False
     now, before = selective.kept[0], component.saved_activation_bytes
@@ -514,9 +492,7 @@ def gains(selective: Selective[Size] | None, component: Component, values: Mappi
 
 def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
     """Forward and backward of the shards of one component as recorded at two batches.
-
-    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
-    """
+    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none."""
 
     def moments(recorded: Recorded) -> dict[str, list[int]]:
         counted = counted_moments(recorded)
@@ -528,10 +504,7 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
 
 def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Selective[DividedSize] | None:
     """How the shards of a component are recomputed by operator; None where they cannot be counted.
-
-    Args:
-        small, large: the whole component.
-    """
+    `small`, `large`: the whole component."""
 
     def counts(recorded: Recorded) -> dict[str, list[int]]:
         count = _counts(recorded)
@@ -555,13 +528,7 @@ def _shard_sizes(
     small: Recorded, large: Recorded, sharding: Sharding, count: Callable[[Recorded], Mapping[str, list[int]]]
 ) -> dict[str, set[DividedSize]] | None:
     """Sizes of a shard for every number of ways and samples, by what was counted.
-
-    Args:
-        count: moments of a program, by name.
-
-    Returns:
-        None where the two batches differ in more than their sizes.
-    """
+    `count`: moments of a program, by name. Returns None where the two batches differ in more than their sizes."""
     widths = ways_of(sharding)[:2]
     counted_shards = [0]
     first, second = (shard_program(small.program, sharding, shard, widths[0]).ops for shard in (0, 1))
@@ -597,8 +564,7 @@ def with_local_tensors(
 ) -> CallProgram:
     """The calls of one shard, with the shapes that its inputs, parameters and buffers have there.
 
-    Args:
-        program: of the shard, with whole shapes. inputs: content per input. parts: what is cut of the state. share: of it.
+    `program`: of the shard, with whole shapes. `inputs`: content per input. `parts`: what is cut of the state. `share`: of it.
     """
     cuts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in parts}
     given = [(slot, content) for (_, slot, _), content in zip(program.inputs, inputs, strict=True)]
@@ -613,9 +579,7 @@ def with_local_tensors(
 
 def _affine(lines: list[list[Size]], shares: list[Share]) -> Iterator[DividedSize]:
     """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
-
-    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
-    """
+    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired."""
     if len(shares) == 1:  # a prime limit: no other ways exist
         yield from (DividedSize(rate, fixed, 0, 0) for rate, fixed in lines[0])
         return
@@ -668,13 +632,8 @@ def compares_samples(less: Sequence[int], more: Sequence[int], batches: tuple[in
 
 def square_size(sizes: Sequence[int], batches: Sequence[int], what: str) -> SquareSize:
     """The one parabola through three sizes.
-
-    Args:
-        sizes: at the batches, which are equally far apart. what: has them, for messages.
-
-    Raises:
-        TraceError: the sizes are not of this form.
-    """
+    `sizes`: at the batches, which are equally far apart. `what`: has them, for messages. Raises TraceError: the sizes are not
+    of this form."""
     first, step = batches[0], batches[1] - batches[0]
     pairs, rest = divmod(sizes[2] - 2 * sizes[1] + sizes[0], 2 * step * step)
     slope, more = divmod(sizes[1] - sizes[0], step)
@@ -689,9 +648,7 @@ def square_size(sizes: Sequence[int], batches: Sequence[int], what: str) -> Squa
 
 def square_peaks(runs: Sequence[Recorded], name: str) -> tuple[Peaks, Peaks, tuple[int, int]]:
     """Forward and backward moments of a component as recorded at three batches, and the most that pairs add to either.
-
-    Empty where the recordings differ in more than the batch.
-    """
+    Empty where the recordings differ in more than the batch."""
     counted = list(map(counted_moments, runs))
     batches = [run.samples for run in runs]
 

@@ -8,7 +8,7 @@ two recordings at different batches says how each operator grows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +18,17 @@ from torch.utils.flop_counter import flop_registry
 from parsim.model.autograd.cut import tensors_among
 from parsim.model.component import Operator
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
-from parsim.model.trace.fakes import DEVICE, paged_arrays, with_workspace
+from parsim.model.trace.fakes import CallWatch, paged_arrays, with_workspace
 from parsim.model.trace.recorder import Recorder, storage_key
-from parsim.private import FakeTensorMode, TorchDispatchMode
+from parsim.private import FakeTensorMode
 
 aten = torch.ops.aten
 
 
 class RawOperator(NamedTuple):
     """One kernel over the whole batch, or `count` equal ones; `op` is the recorded torch-level call it happened in.
-
-    Attributes:
-        flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
-        gradients: as in `Operator`. paged_arrays: bytes of what it keeps on pages of their own.
-    """
+    `flop`, `activation_bytes`, `parameter_bytes`: of one. `made_elements`: of its largest output. `gradients`: as in
+    `Operator`. `paged_arrays`: bytes of what it keeps on pages of their own."""
 
     op: int
     function: str
@@ -63,12 +60,9 @@ _BIAS = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2, "l
 _PRODUCTS = (*_BIAS, "mm", "bmm")
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMode(CallWatch):
     """Collects RawOperators while calls run on fake tensors.
-
-    Attributes:
-        casts: parameters in another precision, by storage. frozen: some parameter takes no gradient.
-    """
+    casts: parameters in another precision, by storage. `frozen`: some parameter takes no gradient."""
 
     def __init__(
         self,
@@ -83,7 +77,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             current: tells the number of the torch-level call that is running. state: storages of parameters and buffers.
             has_gradients: tells whether gradients were enabled at that call.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._current = current
         self._state = state
         self._has_gradients = has_gradients
@@ -91,14 +85,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.casts: dict[int, Tensor] = {}
         self.operators: list[RawOperator] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:
-            return args[0].device
-        kwargs = kwargs or {}
+    def around(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, which is noted."""
         out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket
         given, made = _unique((args, kwargs)), _unique((out,))
@@ -121,10 +109,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _gradients(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> str:
         """What the backward of a call computes, where it is not the usual: gradients are off, or something is frozen.
-
         A custom autograd function runs with gradients off and has a backward all the same. A bias counts with nothing: its
-        gradient is a sum.
-        """
+        gradient is a sum."""
         if not self._has_gradients():
             return "none"
         if not self.frozen or not torch.is_grad_enabled() or not given:
@@ -145,10 +131,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], made: list[Tensor], out: Any
     ) -> list[RawOperator]:
         """The kernels of one aten call by the operator table.
-
-        Args:
-            given, made: the tensors of its arguments and results. out: what it returned.
-        """
+        `given`, `made`: the tensors of its arguments and results. `out`: what it returned."""
         packet = func._overloadpacket
         call = TracedCall(
             name=str(packet),
@@ -210,12 +193,10 @@ def _size_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
+def grow(small: Sequence[RawOperator], large: Sequence[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
     """Operators per sample from the calls at two batches that differ by `step` samples, each with its call at the small one.
-
     They come in the order of the large batch. A function called more often at the larger batch (a loop over the samples)
-    becomes one memory-bound operator with the right flop and bytes, and no call.
-    """
+    becomes one memory-bound operator with the right flop and bytes, and no call."""
     grown: list[tuple[int, RawOperator | None, Operator]] = []
     place = {id(raw): number for number, raw in enumerate(large)}
     for function in dict.fromkeys(raw.function for raw in (*small, *large)):
@@ -311,10 +292,7 @@ def _rate(growth: int, step: int) -> int:
 
 class SavedTensors:
     """What autograd keeps, by the number of the call it happens in.
-
-    Attributes:
-        saves: (number of the call, storage, bytes), in order.
-    """
+    saves: (number of the call, storage, bytes), in order."""
 
     def __init__(self, current: Callable[[], int]) -> None:
         self.saves: list[tuple[int, int, int]] = []
@@ -341,10 +319,7 @@ class SavedTensors:
 
 class Watch:
     """Operators and saved tensors of one forward that is being recorded.
-
-    Attributes:
-        state: storages of parameters and buffers.
-    """
+    `state`: storages of parameters and buffers."""
 
     fakes: FakeTensorMode
     state: set[int]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parsim.errors import ModelError, TraceError, first_few
 from parsim.model.inputs import ModelInput
-from parsim.model.objective import TARGET, OpenLoss, parse_objective, settle
+from parsim.model.objective import TARGET, parse_objective, settle
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.total_loss import entries, output_kinds, total_and_form
 from parsim.model.trace.checks import (
@@ -54,10 +54,7 @@ _OVERWRITING = ("copy_", "zero_", "fill_")
 @dataclass(frozen=True, kw_only=True)
 class CarriedState:
     """Names of parameters and buffers that a forward writes and its loss reads, by what they are computed from.
-
-    Attributes:
-        from_samples: from the samples of a batch. from_weights: from weights and state alone.
-    """
+    `from_samples`: from the samples of a batch. `from_weights`: from weights and state alone."""
 
     from_samples: tuple[str, ...] = ()
     from_weights: tuple[str, ...] = ()
@@ -81,10 +78,7 @@ class CarriedState:
 
 class _Flow:
     """Memory that holds something of a sample, and the state whose first value a piece of memory holds something of.
-
-    Attributes:
-        written: by the name of a state that has been written, whether something of a sample was.
-    """
+    written: by the name of a state that has been written, whether something of a sample was."""
 
     def __init__(self, recording: Recording, named: Mapping[int, str], samples: Iterable[int]) -> None:
         self._key = {number: storage_key(tensor) for number, tensor in enumerate(recording.tensors)}
@@ -151,10 +145,7 @@ def carried(recording: Recording) -> CarriedState:
 
 def _read_again(recording: Recording, first_ops: int, first_tensors: int) -> set[int]:
     """Value numbers of a first forward that the forward after it, in the same recording, reads and that depend on its data.
-
-    Args:
-        first_ops, first_tensors: how many calls and values the first forward has.
-    """
+    `first_ops`, `first_tensors`: how many calls and values the first forward has."""
     inputs = {number for _, number in recording.inputs}
     weights = (number for number in recording.state if recording.tensors[number].requires_grad)
     flow = _Flow(recording, {}, (*inputs, *weights))
@@ -292,7 +283,7 @@ def run_recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    loss: str | OpenLoss | None,
+    loss: str | None,
     loss_in_parts: bool = False,
     watch: Watch | None = None,
     skew: bool = False,
@@ -302,16 +293,12 @@ def run_recorded(
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
-    Args:
-        watch: open during the forward, inside the fake mode.
-        loss_in_parts: where a loss can be taken in parts (`parsim.model.total_loss`), so that shards need not gather.
-        skew: take choices of experts that are not balanced, or another example, to find what depends on them.
-        example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
-        twice: a second forward follows, to find what it reads of the first (`Recording.read_again`).
-
-    Raises:
-        TraceError: if the forward fails, looks at tensor values, draws from generators that are not torch's, or returns
-            something a tensor cannot be found in.
+    `watch`: open during the forward, inside the fake mode. `loss_in_parts`: where a loss can be taken in parts
+    (`parsim.model.total_loss`), so that shards need not gather. `skew`: take choices of experts that are not balanced, or
+    another example, to find what depends on them. `example`: code that depends on data follows the data given. `answers`: to
+    its questions, as another recording gave them. `twice`: a second forward follows, to find what it reads of the first
+    (`Recording.read_again`). Raises TraceError: if the forward fails, looks at tensor values, draws from generators that are
+    not torch's, or returns something a tensor cannot be found in.
     """
     check_supported(module)
     leaves, spec = flatten_inputs(args, kwargs)
@@ -430,24 +417,18 @@ def _note_output(recorder: Recorder, output: Any) -> None:
     recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
 
 
-def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_parts: bool) -> None:
+def _note_loss(recorder: Recorder, output: Any, loss: str, *, in_parts: bool) -> None:
     """The loss becomes the last component, or several if it is taken in parts.
-
-    Its second input is called "target", unless the module takes its targets itself.
-    """
+    Its second input is called "target", unless the module takes its targets itself."""
     recording, name = recorder.recording, type(recorder.module).__name__
     samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
     kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
-    if isinstance(loss, OpenLoss):
-        settled = settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
     try:
-        if not isinstance(loss, OpenLoss):
-            settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
-        objective, recording.settled = settled.objective, settled
+        recording.settled = settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
         target = None if settled.target is None else _fake_target(recorder, settled.target, settled.entry, samples)
         recording.loss_start = recorder.current if settled.target is not None else _end_of_parameters(recording)
         begin = (lambda part: recording.loss_parts.append((part, recorder.current))) if in_parts else None
-        value, recording.loss_form = total_and_form(objective, output, target, samples, name, begin=begin)
+        value, recording.loss_form = total_and_form(settled.objective, output, target, samples, name, begin=begin)
     except ModelError as error:
         raise TraceError(str(error)) from error
     recording.loss_value = recorder.number_of(value)
@@ -455,9 +436,7 @@ def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_part
 
 def _end_of_parameters(recording: Recording) -> int:
     """The call after the last one that uses a parameter: from there on a module that returns its loss computes it.
-
-    So the values that the loss component reads have samples along dim 0, and a sum over them is its own.
-    """
+    So the values that the loss component reads have samples along dim 0, and a sum over them is its own."""
     parameters = {number for number, key in recording.state.items() if key.kind == "parameter"}
     return max((place + 1 for place, op in enumerate(recording.ops) if not parameters.isdisjoint(op.reads)), default=0)
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parsim.errors import TraceError
 from parsim.model.objective import Settled
-from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey
+from parsim.model.runnable import PLAIN, Context, Nested, Op, Ref, StateKey, run_op
 from parsim.model.trace.checks import at_line, gradient_message, hint, hook_message, value_message, weight_message
 from parsim.private import (
     DataDependentOutputException,
@@ -84,7 +84,7 @@ class KnownValues:
         self._recording = recording
         self._skew = skew
         self._example: Mapping[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self._values = _Values(recording, {})
         self._done: set[int] = set()
         self._producer: dict[int, int] = {}
         self._changed: dict[int, list[int]] = {}
@@ -92,26 +92,24 @@ class KnownValues:
 
     def follow(self, example: Mapping[int, Tensor]) -> None:
         """From now on inputs, parameters and buffers have the values of an example, by value number."""
-        self._example = example
+        self._example, self._values = example, _Values(self._recording, example)
         self._recording.is_example = True
 
     def value_of(self, number: int) -> tuple[Tensor, bool]:
         """The value now of a tensor of the recording, and whether it rests on more than constants.
-
-        Raises UnknownValueError.
-        """
+        Raises UnknownValueError."""
         self._index()
         needed = self._needed(number)
         assumed = self._recording.is_example or any(place in self._recording.routings for place in needed)
         last = max(self._done, default=-1)
         fresh = sorted(needed - self._done)
         if fresh and fresh[0] < last:  # something later has run: a storage may have changed since
-            self._values, self._done, fresh = {}, set(), sorted(needed)
+            self._values, self._done, fresh = _Values(self._recording, self._example), set(), sorted(needed)
         with _disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             for place in fresh:
                 self._run(place)
                 self._done.add(place)
-            return self._value(number), assumed
+            return self._values[number], assumed
 
     def _index(self) -> None:
         """Note which calls made a value or changed a storage since this was last asked."""
@@ -197,12 +195,7 @@ class KnownValues:
         op = self._recording.ops[place]
         routing = self._recording.routings.get(place)
         if routing is None:
-            result = op.function(*[self._fill(item) for item in op.arguments], **{k: self._fill(v) for k, v in op.keywords})
-            for path, number in op.outputs:
-                value = result
-                for step in path:
-                    value = value[step]
-                self._values[number] = value
+            run_op(op, self._values)
             return
         scores = self._recording.tensors[op.arguments[0].slot]
         shape = [size for dim, size in enumerate(scores.shape) if dim != routing.dim]
@@ -212,18 +205,17 @@ class KnownValues:
             if not indices.is_floating_point():
                 self._values[number] = choice.movedim(-1, routing.dim).reshape(indices.shape).to(indices.dtype)
 
-    def _value(self, number: int) -> Tensor:
-        if number not in self._values:
-            constant = self._recording.constants.get(number)
-            self._values[number] = (self._example[number] if constant is None else constant).detach().clone()
-        return self._values[number]
 
-    def _fill(self, template: Any) -> Any:
-        if type(template) is Ref:
-            return self._value(template.slot)
-        if type(template) is Nested:
-            return template.rebuild([self._fill(item) for item in template.items])
-        return template
+class _Values(dict[int, Any]):
+    """Values by number; the first ones are those of constants and of the example."""
+
+    def __init__(self, recording: Recording, example: Mapping[int, Tensor]) -> None:
+        self._recording, self._example = recording, example
+
+    def __missing__(self, number: int) -> Tensor:
+        constant = self._recording.constants.get(number)
+        self[number] = value = (self._example[number] if constant is None else constant).detach().clone()
+        return value
 
 
 def _draws(name: str) -> bool:
@@ -232,13 +224,9 @@ def _draws(name: str) -> bool:
 
 def balanced_choice(routing: Routing, samples: int, *, skew: bool = False) -> Tensor:
     """Which experts every token goes to: [positions, chosen], each expert as often as any other.
-
     Where a sample has a token for every expert the pattern repeats with the samples, so that all numbers are linear in the
-    batch. Else it runs on from one sample to the next.
-
-    Args:
-        routing: how many tokens and experts. samples: of the batch. skew: the first half of the tokens takes the first experts.
-    """
+    batch. Else it runs on from one sample to the next. `routing`: how many tokens and experts. `samples`: of the batch. `skew`:
+    the first half of the tokens takes the first experts."""
     token = torch.arange(routing.positions)
     if routing.positions % samples == 0 and routing.divisor(samples) == 1:
         token = token % (routing.positions // samples)
@@ -291,11 +279,8 @@ def _parts(index: Any) -> tuple[Any, ...]:
 @dataclass(slots=True)
 class Call:
     """One call of one module.
-
-    Attributes:
-        number: counts the calls of that module, from 1. parent: the call it happened in.
-        args, kwargs, context, output: what it was given, in which context, and what it returned.
-    """
+    `number`: counts the calls of that module, from 1. `parent`: the call it happened in. `args`, `kwargs`, `context`, `output`:
+    what it was given, in which context, and what it returned."""
 
     module: str
     number: int
@@ -317,9 +302,7 @@ class DataDecision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp(Op):
     """One torch-level call of a module call; Refs hold value numbers of the whole recording.
-
-    `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed.
-    """
+    `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed."""
 
     call: int | None
     reads: tuple[int, ...]
@@ -499,9 +482,7 @@ class Recorder(TorchFunctionMode):
 
     def number_of(self, tensor: Tensor) -> int:
         """The value number of a tensor used in a call or returned; unknown ones become constants.
-
-        Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter.
-        """
+        Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter."""
         if id(tensor) in self.numbers:
             return self.numbers[id(tensor)]
         if isinstance(tensor, FakeTensor):
@@ -604,9 +585,7 @@ class Recorder(TorchFunctionMode):
 
     def _real(self, value: Any, *, fractions: bool) -> tuple[Any, bool]:
         """An argument with real tensors, and whether one of them rests on an assumption. Raises UnknownValueError.
-
-        `fractions`: also of floats, which stay fake otherwise.
-        """
+        `fractions`: also of floats, which stay fake otherwise."""
         if isinstance(value, Tensor):
             if _has_fractions(value) and not fractions:
                 return value, False
@@ -642,10 +621,8 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: object
     ) -> tuple[Any, tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], bool]:
         """Run a call whose sizes depend on data with the values of its masks and indices.
-
-        Returns the result, the call that stands for it in a measurement, and whether its result is real.
-        Raises TraceError where the values are unknown.
-        """
+        Returns the result, the call that stands for it in a measurement, and whether its result is real. Raises TraceError
+        where the values are unknown."""
         try:
             (real, keywords), assumed = self._real((args, kwargs), fractions=False)
         except UnknownValueError as reason:

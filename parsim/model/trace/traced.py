@@ -1,4 +1,4 @@
-"""A traced module: its Model (numbers per sample) and its runnable components."""
+"""The Model of a module, and its calls cut into components: what a forward says of them at two batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
 from parsim.model.model import COUPLED, MIXING, Model
-from parsim.model.objective import TARGET, OpenLoss, Settled
-from parsim.model.runnable import Nested, Ref, Runnable
+from parsim.model.objective import TARGET
+from parsim.model.runnable import Nested, Ref
 from parsim.model.total_loss import SUM
 from parsim.model.trace.checks import without_log
 from parsim.model.trace.count import (
@@ -28,12 +28,12 @@ from parsim.model.trace.count import (
     untrained_note,
     with_half_precision,
 )
-from parsim.model.trace.cut import CallInterval, cut, runnables, value_names
+from parsim.model.trace.cut import CallInterval, cut
 from parsim.model.trace.data_dependent import collapse
 from parsim.model.trace.record import carried, flatten_inputs, kept_note, run_recorded
 from parsim.model.trace.recorder import RecordedOp, Recording, storage_key
 from parsim.numeric import rare_collections
-from parsim.private import FakeTensor, tree_unflatten
+from parsim.private import FakeTensor
 
 # Declared integers that a table has no row for: an input, as it was given, is an index beyond what it looks up.
 #
@@ -44,28 +44,15 @@ from parsim.private import FakeTensor, tree_unflatten
 
 class Lookup(NamedTuple):
     """An input as an index.
+    `rows`: what the index stays below. `what`: of the table, in words. `lowest`: what it may be at least. `ignored`: an index
+    beyond the rows that is allowed; None: there is none. `name`: of the input. `where`: the module."""
 
-    Attributes:
-        name: of the input in the recording. rows: what the index stays below. lowest: what it may be at least.
-        what: of the table, in words. where: the module. ignored: an index beyond the rows that is allowed; None: there is none.
-    """
-
-    name: str
-    rows: int
-    lowest: int
-    what: str
-    where: str
-    ignored: int | None = None
-
-
-class _Index(NamedTuple):
-    """An argument that indexes a table; else as in Lookup."""
-
-    argument: Any
     rows: int
     what: str
     lowest: int = 0
     ignored: int | None = None
+    name: str = ""
+    where: str = ""
 
 
 _EMBEDDINGS = {
@@ -78,31 +65,31 @@ _ALONG_A_DIM = (torch.gather, Tensor.gather, torch.index_select, Tensor.index_se
 _OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
 
-def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[_Index]:
-    """The indices among the arguments of a call."""
-
+def _indices(op: RecordedOp, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Lookup]]:
+    """The arguments of a call that are indices, and of what."""
     if op.function in _EMBEDDINGS:
         index, table = _EMBEDDINGS[op.function]
         if type(weight := op.argument(*table)) is Ref:
-            yield _Index(op.argument(*index), tensors[weight.slot].shape[0], "an embedding of")
+            yield op.argument(*index), Lookup(int(tensors[weight.slot].shape[0]), "an embedding of")
     elif op.function in _ALONG_A_DIM:
         given, dim = op.argument("input", 0), op.argument("dim", 1)
         if type(given) is Ref and isinstance(dim, int) and tensors[given.slot].dim():
-            yield _Index(op.argument("index", 2), tensors[given.slot].shape[dim], f"dim {dim} of a tensor with")
+            yield op.argument("index", 2), Lookup(int(tensors[given.slot].shape[dim]), f"dim {dim} of a tensor with")
     elif op.function is functional.one_hot:
         classes = op.argument("num_classes", 1, -1)
         if isinstance(classes, int) and classes > 0:
-            yield _Index(op.argument("tensor", 0), classes, "one_hot of")
+            yield op.argument("tensor", 0), Lookup(classes, "one_hot of")
     elif op.function in _OF_CLASSES:  # where targets are numbers of classes
         given, target = op.argument("input", 0), op.argument("target", 1)
         if type(given) is Ref and type(target) is Ref and not tensors[target.slot].is_floating_point():
             logits, ignored = tensors[given.slot], op.argument("ignore_index", 4, IGNORED)
-            yield _Index(target, logits.shape[1 if logits.dim() > 1 else 0], "the classes of a loss,", ignored=ignored)
+            classes = int(logits.shape[1 if logits.dim() > 1 else 0])
+            yield target, Lookup(classes, "the classes of a loss,", ignored=ignored)
     elif op.function is Tensor.__getitem__ and type(op.arguments[0]) is Ref:
         yield from _indexed(tensors[op.arguments[0].slot], op.arguments[1], tensors)
 
 
-def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[_Index]:
+def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, Lookup]]:
     """`table[index]`, also with slices beside; an index may count from the end."""
 
     def is_mask(item: Any) -> bool:
@@ -117,7 +104,8 @@ def _indexed(table: Tensor, index: Any, tensors: Sequence[Tensor]) -> Iterator[_
         if item is Ellipsis:
             dim += table.dim() - sum(taken)
         elif type(item) is Ref and not is_mask(item):
-            yield _Index(item, table.shape[dim], f"dim {dim} of a tensor with", lowest=-table.shape[dim])
+            rows = int(table.shape[dim])
+            yield item, Lookup(rows, f"dim {dim} of a tensor with", lowest=-rows)
         dim += dims
 
 
@@ -140,11 +128,10 @@ def lookups(recording: Recording) -> set[Lookup]:
     for op in recording.ops:
         if not inputs:
             break
-        for index in _indices(op, tensors):
-            if type(index.argument) is Ref and index.argument.slot in inputs:
+        for index, lookup in _indices(op, tensors):
+            if type(index) is Ref and index.slot in inputs:
                 where = "" if op.call is None else recording.calls[op.call].module
-                name = inputs[index.argument.slot]
-                found.add(Lookup(name, int(index.rows), index.lowest, index.what, where, index.ignored))
+                found.add(lookup._replace(name=inputs[index.slot], where=where))
         if op.mutated:
             changed = {storage_key(tensors[number]) for number in op.mutated}
             inputs = {number: name for number, name in inputs.items() if storage_key(tensors[number]) not in changed}
@@ -156,9 +143,7 @@ def lookups(recording: Recording) -> set[Lookup]:
 
 def seen_ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ModelInput | None, ...]:
     """What the integers of an example batch are, as if they had been declared; None where it has no values.
-
-    Nothing is known of a batch that holds one tensor twice.
-    """
+    Nothing is known of a batch that holds one tensor twice."""
     tensors = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
     names = {id(value): key for key, value in kwargs.items()}
     if len({id(tensor) for tensor in tensors}) < len(tensors):
@@ -176,14 +161,9 @@ def seen_ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Model
 
 def check_index_ranges(small: Recording, large: Recording, declared: Sequence[ModelInput | None], name: str) -> None:
     """Refuse an input whose declared integers no table has rows for.
-
-    Args:
-        small, large: recordings at two batches: a table that grows with the batch has no bound.
-        declared: the inputs in the order of the recording; None: nothing is known of one. name: of the model, for messages.
-
-    Raises:
-        ModelError: with the input, both ranges, the module and the fix.
-    """
+    `small`, `large`: recordings at two batches: a table that grows with the batch has no bound. `declared`: the inputs in the
+    order of the recording; None: nothing is known of one. `name`: of the model, for messages. Raises ModelError: with the
+    input, both ranges, the module and the fix."""
     ranges = dict(zip((name for name, _ in small.inputs if name != TARGET), declared, strict=False))
     if small.settled is not None:
         ranges[TARGET] = small.settled.target
@@ -207,79 +187,6 @@ def check_index_ranges(small: Recording, large: Recording, declared: Sequence[Mo
 BATCHES = (2, 3)
 
 
-class Traced:
-    """Calling it runs the components in order; returns what the module returns (or the loss, if one was asked for).
-
-    Attributes:
-        model: numbers per sample. components: for the batch, mode, dtype and device of the example inputs; a call with
-            other shapes is an error of torch: trace again.
-    """
-
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        model: Model,
-        recording: Recording,
-        components: tuple[Runnable, ...],
-        names: Mapping[int, str],
-    ) -> None:
-        self.module = module
-        self.model = model
-        self.components = components
-        self._recording = recording
-        self._names = names
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Inputs as the module takes them (a single dict stands for keyword inputs); with a loss, the target comes last."""
-        if not kwargs and args and isinstance(args[0], Mapping):
-            kwargs, args = dict(args[0]), args[1:]
-        recording = self._recording
-        leaves = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
-        names = [name for name, _ in recording.inputs]
-        if len(leaves) != len(names):
-            raise TraceError(f"{self.model.name} was traced with {len(names)} tensors ({', '.join(names)}), got {len(leaves)}")
-        values = dict(zip(names, leaves, strict=True))
-        for component in self.components:
-            made = component([values[name] for name in component.input_names])
-            values.update(zip(component.output_names, made, strict=True))
-        if recording.loss_value is not None:
-            return values[self._names[recording.loss_value]]
-        assert recording.output_spec is not None
-        return tree_unflatten([self._leaf(leaf, values) for leaf in recording.output_leaves], recording.output_spec)
-
-    def _leaf(self, leaf: Any, values: dict[str, Tensor]) -> Any:
-        if type(leaf) is not Ref:
-            return leaf
-        if leaf.slot in self._names:
-            return values[self._names[leaf.slot]]
-        if leaf.slot in self._recording.constants:
-            return self._recording.constants[leaf.slot]
-        key = self._recording.state[leaf.slot]
-        return self.module.get_parameter(key.name) if key.kind == "parameter" else self.module.get_buffer(key.name)
-
-
-def trace_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    granularity: str,
-    name: str | None,
-    loss: str | None,
-    example: bool = False,
-) -> Traced:
-    """See `parsim.model.trace.trace.trace`."""
-    recording, intervals = run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example)
-    return Traced(
-        module=module,
-        model=model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example),
-        recording=recording,
-        components=runnables(recording, intervals, module),
-        names=value_names(recording, intervals),
-    )
-
-
 def run_cut(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -291,33 +198,26 @@ def run_cut(
 ) -> tuple[Recording, list[CallInterval]]:
     """One forward as it is run: modules that depend on the data are called as a whole."""
     recording, whole = recorded_in_parts(module, args, kwargs, granularity=granularity, loss=loss, example=example)
-    recording = collapse(recording, whole, module).recording
+    recording, _ = collapse(recording, whole, module)
     return recording, cut(recording, module, granularity, whole)
 
 
-def model_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **settings: Any) -> Model:
-    """The Model of a module; `settings`: as `settled_model` takes them."""
-    return settled_model(module, args, kwargs, **settings)[0]
-
-
 @rare_collections()
-def settled_model(
+def model_of(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
     granularity: str,
     name: str | None = None,
-    loss: str | OpenLoss | None = None,
+    loss: str | None = None,
     source: str = "",
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
-) -> tuple[Model, Settled | None]:
-    """The Model of a module in training mode, whatever the batch of the example inputs; and the loss that its forward settled.
-
-    `example`: code that depends on data does what it does with the example inputs; not with an OpenLoss. `declared`: what is
-    known of each input, in the order of the forward's arguments; integers that no table has rows for are a ModelError.
-    """
+) -> Model:
+    """The Model of a module in training mode, whatever the batch of the example inputs.
+    `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
+    the order of the forward's arguments; integers that no table has rows for are a ModelError."""
     kind = type(module).__name__
     name = name or kind
     modes = [(part, part.training) for part in module.modules()]
@@ -326,13 +226,9 @@ def settled_model(
     largest: TracedForward | None = None
     try:
         if example:
-            assert not isinstance(loss, OpenLoss)
             small, large, halves = _followed(module, args, kwargs, granularity, loss)
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
-            if isinstance(loss, OpenLoss):
-                assert first.recording.settled is not None, "a recording with a loss settles it"
-                loss = str(first.recording.settled.objective)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
 
             def forward(batch: int, autocast: torch.dtype | None) -> TracedForward:
@@ -364,7 +260,6 @@ def settled_model(
     form = small.recording.loss_form if largest is None else COUPLED
     if form != COUPLED and mixes:
         form = MIXING
-    assert not isinstance(loss, OpenLoss)
     model = replace(
         model,
         assumptions=(*model.assumptions, *notes),
@@ -378,15 +273,12 @@ def settled_model(
     except TraceError as error:
         assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
         model = replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
-    return model, small.recording.settled
+    return model
 
 
 def _check_trained(recording: Recording, name: str) -> None:
     """Refuse a loss through which no gradient reaches a parameter: a ModelError that says what to look for.
-
-    Args:
-        recording: with its loss. name: of the model, for messages.
-    """
+    `recording`: with its loss. `name`: of the model, for messages."""
     tensors = recording.tensors
     parameters = [tensors[number] for number, key in recording.state.items() if key.kind == "parameter"]
     trained = any(parameter.requires_grad for parameter in parameters)

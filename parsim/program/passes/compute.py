@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parsim.plans.pipeline import pipeline_actions
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.convert import (
     Moving,
     add_arriving_gradient,
@@ -26,7 +25,7 @@ from parsim.program.passes.convert import (
 )
 from parsim.program.passes.inside import add_parts
 from parsim.program.placed import PlanIndex
-from parsim.program.task import HOST, Origin, Resource
+from parsim.program.taskgraph import HOST, Draft, Origin, Resource, TaskKey
 from parsim.work import BY_OPERATOR_PART, Compute, LoadBatch, Phase
 
 
@@ -43,7 +42,6 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
 
 
 def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
-    """The tp ranks of a replica load what they read of the batch."""
     plan = layout.plan
     for rank in filter(draft.keeps, (layout.rank(stage, replica, shard) for shard in range(plan.mesh.tp))):
         values = layout.batch_layouts(rank)
@@ -70,11 +68,9 @@ def add_component(draft: Draft, layout: PlanIndex, replica: int, phase: Phase, n
 
 
 def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[Phase, str]]:
-    """What a stage (one of `Plan.stages`) computes for one phase of a microbatch, in order: phase of the task, component.
-
-    Of a backward in halves, a component without parameters runs all in the first, one whose inputs want no gradient all in the
-    second.
-    """
+    """What a stage (one of `Plan.stages`) computes for one phase of a microbatch, in order: phase of the task, component. Of a
+    backward in halves, a component without parameters runs all in the first, one whose inputs want no gradient all in the
+    second."""
     names = layout.plan.stages[stage].components
     if phase is Phase.FORWARD:
         for name in names:

@@ -20,9 +20,8 @@ from parsim.plans.layouts import (
     hop_groups,
     hop_pairs,
 )
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.placed import PlanIndex, Reading
-from parsim.program.task import COMPUTE, Origin, Resource
+from parsim.program.taskgraph import COMPUTE, Draft, Origin, Resource, TaskKey
 from parsim.work import Collective, Phase, SendRecv
 
 TP_STREAM = "tp"
@@ -103,10 +102,8 @@ def add_repeated_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
 
 
 def is_scattered(layout: PlanIndex, how: ValueLayout) -> bool:
-    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same.
-
-    Summands count too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does.
-    """
+    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same. Summands count
+    too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does."""
     return layout.plan.scatter_gather and how.form in ("full", "partial") and how.ways > 1
 
 
@@ -196,7 +193,6 @@ def _arrived(layout: PlanIndex, moving: Moving) -> _Base:
 
 
 def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[TaskKey]:
-    """The backwards on this tp rank that add to the gradient."""
     assert moving.reading is not None
     rank = layout.rank(moving.reading.stage, moving.replica, shard)
     return [
@@ -256,7 +252,6 @@ def _add_hops(draft: Draft, layout: PlanIndex, moving: Moving, hops: Sequence[Ho
 
 
 def _keeps(draft: Draft, layout: PlanIndex, replica: int, shard: int, *stages: int) -> bool:
-    """Whether the draft has tasks of the tp rank in any of the stages."""
     return any(draft.keeps(layout.rank(stage, replica, shard)) for stage in stages)
 
 

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from parsim.plans.pipeline import pipeline_actions, rank_of_stage
 from parsim.program.buckets import Bucket, BucketFamily
-from parsim.program.draft import Draft, DraftEntry, TaskKey
 from parsim.program.passes.inside import first_key
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import COMPUTE, Draft, DraftEntry, Origin, Resource, Task, TaskKey
 from parsim.work import NORM, SCALE, ClipGradients, Collective, OptimizerStep, Phase
 
 DP_STREAM = "dp"
@@ -49,7 +48,6 @@ class _Queues:
         self._queues: dict[int, tuple[tuple[int, ...], list[int], tuple[Resource, ...]]] = {}
 
     def of(self, group: tuple[int, ...]) -> tuple[list[int], tuple[Resource, ...]]:
-        """Ranks that are lowered, and their queues for gradients."""
         if id(group) not in self._queues:  # the group is kept, so no other one gets its identity
             ranks = self._draft.kept(group)
             self._queues[id(group)] = group, ranks, tuple([Resource(rank, DP_STREAM) for rank in ranks])
@@ -58,10 +56,7 @@ class _Queues:
 
 def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None, replica: int | None = None) -> TaskKey:
     """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one).
-
-    Args:
-        replica: where replicas are mixed in rounds, whose gradients are summed apart from the others'.
-    """
+    replica: where replicas are mixed in rounds, whose gradients are summed apart from the others'."""
     if layout.zero_stage_of(bucket) < 2:
         return _reduction_key(bucket.number, replica)
     if microbatch is None:
@@ -74,11 +69,8 @@ def _reduction_key(bucket: int, replica: int | None) -> TaskKey:
 
 
 def replica_sum_key(bucket: Bucket, rank: int) -> TaskKey:
-    """The collective that sums a rank's part of a bucket over all sharding groups: one key for all ranks that take part.
-
-    Args:
-        bucket: of the rank's own sharding group. rank: of its group.
-    """
+    """The collective that sums a rank's part of a bucket of its own sharding group over all groups: one key for all that take
+    part."""
     family = bucket.family
     first = family.first_alike(bucket.number - family.begin)
     return ("replicas", family.begin + first, bucket.group.index(rank))
@@ -113,11 +105,8 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
 
 
 class _Sum(NamedTuple):
-    """A sum over several ranks of which some are lowered, as all buckets of the same groups have it.
-
-    Attributes:
-        place: among the groups. held_by: so many ranks hold the bucket. kept: those of the group that are lowered.
-    """
+    """A sum over several ranks of which some are lowered (kept), as all buckets of the same groups have it: at that place among
+    the groups, of a bucket that so many ranks hold."""
 
     place: int
     held_by: int
@@ -160,7 +149,6 @@ class LastBackwards:
 
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
-    """How the bucket's gradients are summed, over all that hold it or over a group of them."""
     operation, size_bytes = _summing(layout, bucket.family, len(bucket.group))
     return Collective(operation=operation, group=group or bucket.group, size_bytes=size_bytes)
 
@@ -187,7 +175,6 @@ class _Works:
 
 
 def gathering_work(bucket: Bucket) -> Collective:
-    """How a divided bucket's parameters are put together."""
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
@@ -197,7 +184,6 @@ def returned_key(rank: int, bucket: int) -> TaskKey:
 
 
 def scale_key(rank: int) -> TaskKey:
-    """The task that scales the gradients of a rank by their global norm."""
     return ("clip", rank)
 
 
@@ -234,10 +220,8 @@ def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
 
 
 def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
-    """One OptimizerStep per rank and update group after its buckets and its own backwards, over what it updates.
-
-    The last one of a rank has the key (OPTIMIZER, rank): whoever waits for it waits for all.
-    """
+    """One OptimizerStep per rank and update group after its buckets and its own backwards, over what it updates. The last one
+    of a rank has the key (OPTIMIZER, rank): whoever waits for it waits for all."""
     for rank in () if layout.plan.optimizer_offload else draft.kept_ranks():
         if not layout.rank_buckets(rank):
             continue
@@ -252,10 +236,8 @@ def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
 
 
 def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
-    """ZeRO 1 with `gather_ahead`: at the beginning of a step one all_gather per divided bucket, in the order of first use.
-
-    The first forward of a component that uses the bucket waits for it.
-    """
+    """ZeRO 1 with `gather_ahead`: at the beginning of a step one all_gather per divided bucket, in the order of first use. The
+    first forward of a component that uses the bucket waits for it."""
     if not layout.plan.gathers_ahead:
         return
     order = layout.model.component_index
@@ -327,7 +309,6 @@ def counted_by(layout: PlanIndex, rank: int) -> list[CountedPart]:
 
 
 def _gradients_of(bucket: Bucket) -> tuple[object, ...]:
-    """Equal for buckets with the same gradients."""
     return tuple((held.name, held.ways, held.shard if held.part is not None else 0) for held in bucket.parameters)
 
 
@@ -402,10 +383,7 @@ def replica_sum_work(layout: PlanIndex, bucket: Bucket, rank: int) -> Collective
 
 class _Peers(NamedTuple):
     """The ranks at one place of all sharding groups, of which some are lowered, as all buckets of the same groups have them.
-
-    Attributes:
-        first: among the groups of the buckets, that of the first. kept: by place behind it, the ranks that are lowered.
-    """
+    first: among the groups of the buckets, that of the first. kept: by place behind it, the ranks that are lowered."""
 
     first: int
     group: tuple[int, ...]

@@ -30,9 +30,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parsim.model.component import InnerExchange
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, Origin, Resource
+from parsim.program.taskgraph import COMPUTE, Draft, Origin, Resource, TaskKey
 from parsim.work import BY_OPERATOR_PART, Collective, Compute, Phase
 
 CONTEXT_STREAM = "cp"
@@ -41,10 +40,8 @@ BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 
 
 class InnerStep(NamedTuple):
-    """A part of a component, or (operation given) a communication inside it. `after`: numbers of earlier steps.
-
-    `share`: of a communication, its bytes over those of the exchange.
-    """
+    """A part of a component, or (operation given) a communication inside it. `after`: numbers of earlier steps. `share`: of a
+    communication, its bytes over those of the exchange."""
 
     what: str
     parts: int
@@ -53,17 +50,12 @@ class InnerStep(NamedTuple):
     share: float = 1.0
 
     def visits_of(self, inside: InnerExchange) -> int:
-        """`Collective.visits` of the communication."""
         return inside.expert_visits if self.what == EXPERT_STREAM else 0
 
 
 def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[InnerStep, ...]:
-    """What a component does in a phase, in order; none where it is one piece.
-
-    Args:
-        inside: of the component, as a rank has it. phase: forward, recompute, or the (first half of the) backward.
-        exchange: of `Plan.context_exchange`.
-    """
+    """What a component does in a phase (forward, recompute, or the first half of the backward), in order; none where it is one
+    piece. exchange: of `Plan.context_exchange`."""
     backward = phase in BACKWARDS
     steps = [InnerStep("rest", 2, ())]
     order = ("experts", "attention") if backward else ("attention", "experts")
@@ -122,11 +114,7 @@ def _attention(steps: list[InnerStep], ways: int, exchange: str, backward: bool)
 
 
 def first_key(layout: PlanIndex, phase: Phase, rank: int, name: str, microbatch: int) -> TaskKey:
-    """The task with which a component begins on a rank: what its parameters are gathered for.
-
-    Args:
-        layout: the plan over the model of a rank. phase, rank, name, microbatch: which computation.
-    """
+    """The task with which a component begins on a rank: what its parameters are gathered for."""
     again = phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name)  # in one piece: attention does not run again
     if layout.inside(name) is None or phase is Phase.BACKWARD_WEIGHT or again:
         return (phase, rank, name, microbatch)
@@ -136,12 +124,8 @@ def first_key(layout: PlanIndex, phase: Phase, rank: int, name: str, microbatch:
 def add_parts(
     draft: Draft, layout: PlanIndex, rank: int, work: Compute, microbatch: int, after: Sequence[TaskKey], origin: Origin
 ) -> None:
-    """The computation `work` of a rank: one task, or its parts with what is exchanged between them.
-
-    Args:
-        draft, layout: of the lowering. work: of the whole component. after: what its first part waits for.
-        microbatch, origin: of its tasks.
-    """
+    """The computation `work` of a rank: one task, or its parts with what is exchanged between them. after: what its first part
+    waits for."""
     name, phase = work.component, work.phase
     whole: TaskKey = (phase, rank, name, microbatch)
     inside = layout.inside(name)

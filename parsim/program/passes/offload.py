@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from parsim.errors import PlanError
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.gradients import (
     gradients_complete,
     last_backward_key,
@@ -27,7 +26,7 @@ from parsim.program.passes.gradients import (
 from parsim.program.passes.inside import first_key
 from parsim.program.passes.unsharded import Use, uses_of
 from parsim.program.placed import PlanIndex
-from parsim.program.task import FROM_HOST, HOST_CORES, TO_HOST, Origin, Resource
+from parsim.program.taskgraph import FROM_HOST, HOST_CORES, TO_HOST, Draft, Origin, Resource, TaskKey
 from parsim.work import HostCopy, HostUpdate, Phase
 
 
@@ -71,10 +70,8 @@ def _origin(layout: PlanIndex, rank: int, bucket: Bucket) -> Origin:
 
 
 class ComponentUses(NamedTuple):
-    """Uses in a row of one component and microbatch, in one direction: what a fetch is for, or a copy behind.
-
-    Attributes: first, last: the first and the last computation.
-    """
+    """Uses in a row of one component and microbatch, in one direction, and the first and last computation: what a fetch is for,
+    or a copy behind."""
 
     component: str
     microbatch: int
@@ -96,10 +93,8 @@ def groups_of(uses: Sequence[Use]) -> list[ComponentUses]:
 
 
 def add_activation_copies(draft: Draft, layout: PlanIndex) -> None:
-    """With `activation_offload`: a copy behind every forward that saves, and one before the backward that reads it.
-
-    Raises PlanError where nobody has said how much each component saves (`PlanIndex.offloaded`).
-    """
+    """With `activation_offload`: a copy behind every forward that saves, and one before the backward that reads it. Raises
+    PlanError where nobody has said how much each component saves (`PlanIndex.offloaded`)."""
     plan = layout.plan
     if not plan.activation_offload:
         return

@@ -24,11 +24,9 @@ import numpy as np
 from parsim.errors import PlanError
 from parsim.plans.synchronisation import Synchronisation
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.gradients import DP_STREAM, summed_groups
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, TURN, Origin, Resource, Task
-from parsim.program.taskgraph import TaskGraph
+from parsim.program.taskgraph import COMPUTE, TURN, Draft, Origin, Resource, Task, TaskGraph, TaskKey
 from parsim.work import Collective, Compute, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
@@ -66,11 +64,9 @@ def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ..
 
 
 def outer_arrays(layout: PlanIndex) -> int:
-    """Arrays as large as the parameters that are kept from round to round.
-
-    An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model. Push-sum keeps the
-    model of the last round; and who combines first the weights that the step began with, which are sent beside it.
-    """
+    """Arrays as large as the parameters that are kept from round to round: of an outer optimizer the weights of the last round
+    and its momentum, of merge the global model, of push-sum the model of the last round; and of who combines first the weights
+    that the step began with, which are sent beside it."""
     rule = layout.plan.synchronisation
     if rule.kind == "merge":
         return handed_arrays(rule) + (rule.merge == "buffered")  # and the model that its change is taken from
@@ -108,7 +104,6 @@ def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
 
 
 def _buckets_of(layout: PlanIndex, number: int) -> tuple[Bucket, ...]:
-    """The buckets of round `number`. Raises PlanError: there are fewer buckets than fragments."""
     fragments = layout.plan.synchronisation.fragments
     if fragments > len(layout.buckets):
         raise PlanError(
@@ -201,11 +196,9 @@ def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...], rule: Syn
 
 
 def _message(bucket: Bucket, peers: tuple[int, ...], kept: int, source: int, to: int) -> TaskKey:
-    """The key of the message that stands for one from replica `source` to `to`: the same one to a kept replica.
-
-    The first `kept` replicas are simulated, and those that are a multiple of `kept` apart are alike
-    (`parsim.program.fold`). Unfolded all are kept, and a message stands for itself.
-    """
+    """The key of the message that stands for one from replica `source` to `to`: the same one to a kept replica. The first
+    `kept` replicas are simulated, and those that are a multiple of `kept` apart are alike (`parsim.program.columns`). Unfolded
+    all are kept, and a message stands for itself."""
     receiver = to % kept
     return ("message", bucket.number, peers[(source - to + receiver) % len(peers)], peers[receiver])
 
@@ -251,11 +244,8 @@ def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[Tas
 
 
 def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -> TaskGraph:
-    """The graph without the first `steps` tasks of replicas that were not drawn for a round: they wait, and come to it.
-
-    Args:
-        graph: of a step. layout: of the plan. number: of the round. steps: tasks before those of the round.
-    """
+    """The graph without the first `steps` tasks (those before the round's) of replicas that were not drawn for a round: they
+    wait."""
     plan = layout.plan
     drawn = plan.synchronisation.takes_part(number, plan.mesh.dp)
     if all(drawn):
@@ -296,15 +286,9 @@ def is_late(layout: PlanIndex, work: SendRecv) -> bool:
 
 
 def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
-    """The graph of a step in which no computation waits for a transfer that is late.
-
-    Args:
-        graph: of a pipeline step of one microbatch. layout: of its plan.
-
-    Raises:
-        PlanError: a value crosses several boundaries of stages that are each a step late: its parts would come from different
-            batches. Or stages share a parameter.
-    """
+    """The graph of a pipeline step of one microbatch in which no computation waits for a transfer that is late. Raises
+    PlanError: a value crosses several boundaries of stages that are each a step late (its parts would come from different
+    batches), or stages share a parameter."""
     stage_of = layout.stage_of
     for value, readers in layout.consumers.items():
         maker = layout.model.value[value].producer

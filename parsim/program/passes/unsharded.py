@@ -28,12 +28,11 @@ from typing import NamedTuple
 
 from parsim.plans.pipeline import Action, pipeline_actions
 from parsim.program.buckets import Bucket
-from parsim.program.draft import Draft, TaskKey
 from parsim.program.passes.compute import computations
 from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
 from parsim.program.passes.inside import first_key
 from parsim.program.placed import PlanIndex
-from parsim.program.task import Origin, Resource
+from parsim.program.taskgraph import Draft, Origin, Resource, TaskKey
 from parsim.work import Collective, Phase
 
 
@@ -49,11 +48,9 @@ class Use(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The uses, by number, during which the gradients of a bucket, or its `parameters`, lie whole on its ranks.
-
-    `first` and `last` are the first and last that need it. `ahead`: the one at which it may be gathered (parameters); `freed`:
-    the last during which it may still be being sent (gradients).
-    """
+    """The uses, by number, during which the gradients of a bucket, or its `parameters`, lie whole on its ranks: from the first
+    to the last that needs it. `ahead`: the one at which parameters may be gathered; `freed`: the last during which gradients
+    may still be being sent."""
 
     bucket: Bucket
     parameters: bool
@@ -83,10 +80,8 @@ def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = No
 
 
 def gradient_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None) -> list[Window]:
-    """When gradients are whole, in the uses of a place.
-
-    `kept`: numbers of the buckets that are asked for, with all others of their groups (None: all).
-    """
+    """When gradients are whole, in the uses of a place. `kept`: numbers of the buckets that are asked for, with all others of
+    their groups (None: all)."""
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
     weights: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
@@ -190,10 +185,8 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
 
 
 class _Collectives:
-    """What a place on the pp axis sends of its buckets, window by window.
-
-    `kept`: by the identity of a group, which all its buckets share, those of its ranks that are lowered.
-    """
+    """What a place on the pp axis sends of its buckets, window by window. `kept`: by the identity of a group, which all its
+    buckets share, those of its ranks that are lowered."""
 
     def __init__(self, draft: Draft, layout: PlanIndex, uses: Sequence[Use], kept: Mapping[int, list[int]]) -> None:
         self._draft = draft

@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.draws import medians_s
-from parsim.costs.estimate import OverlapFactors
+from parsim.costs.estimate import OverlapFactors, medians_s
 from parsim.costs.observed import (
     NO_RUN_CORRECTIONS,
     ClassSeconds,

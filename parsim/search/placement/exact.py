@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.highs import solve
 from parsim.jit import njit
-from parsim.numeric import Floats
+from parsim.numeric import Floats, solve
 from parsim.search.placement.problem import PlacementProblem, Solution, fits, memory_of, no_choice, step_s, why_infeasible
 
 # The compiled loops of the exact placement solver. Importing this module loads numba (about a second).

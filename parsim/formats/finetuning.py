@@ -1,0 +1,400 @@
+"""Tools that fine-tune, read: axolotl, torchtune, Lightning and LitGPT, OpenRLHF.
+
+Key names are those of axolotl's schemas (axolotl-ai-cloud/axolotl), of recipes/configs (pytorch/torchtune), of Lightning's
+Trainer and litgpt, and of openrlhf/cli/train_sft.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from parsim.errors import ConfigError
+from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
+from parsim.formats.scripts import note_hanging, option_values
+from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
+
+# axolotl.
+
+
+AXOLOTL = "axolotl"
+AXOLOTL_MARK = re.compile(r"^base_model\s*:", re.MULTILINE)
+AXOLOTL_SAME_TIME = re.compile(
+    r"(base_model_|model_type|tokenizer|trust_remote|is_|dataset|datasets|test_datasets|shuffle|val_set|output_dir|wandb|mlflow|"
+    r"num_epochs|max_steps|learning_rate|lr_|cosine|warmup|weight_decay|adam_|max_grad_norm|logging|eval|save|saves|early_|"
+    r"resume|auto_resume|local_rank|seed|special_tokens|tokens|chat_|train_on|hub_|debug|strict|push_|load_in|dataloader|"
+    r"fsdp_config\.(fsdp_)?(auto_wrap|backward|cpu_ram|forward|limit|state_dict|sync|transformer_layer|use_orig|"
+    r"final_state|version|reshard)|fsdp_version|flash_attention|sdp_attention|xformers|attn_|gradient_checkpointing_kwargs|"
+    r"ddp_|plugins|loss_watchdog|bos_|pad_to|strict|axolotl_config|use_tensorboard|comet|overrides_of_model|"
+    r"remove_unused|dataset_|skip_|sample_packing_|multipack|micro_batch_|include_)"
+)
+AXOLOTL_LEFT_OUT = {
+    "sample_packing": "every sample has all its tokens, and attention reaches over the whole of it",
+    "group_by_length": "every sample has all its tokens",
+    "unfrozen_parameters": "all parameters train",
+    "liger_rope": "kernels are those of the eager model",
+    "liger_rms_norm": "kernels are those of the eager model",
+    "liger_glu_activation": "kernels are those of the eager model",
+    "liger_fused_linear_cross_entropy": "the loss is that of the eager model",
+    "fsdp_config.offload_params": "parameters stay on the device",
+    "fsdp_config.fsdp_offload_params": "parameters stay on the device",
+    "rl": "one model trains by the next token: no rollouts, no second model",
+}
+
+
+def read_axolotl(source: SourceFile) -> Recipe:
+    """A file of axolotl. Raises ConfigError for adapters that are not LoRA's, or a model that must be named beside it."""
+    keys = FileKeys(AXOLOTL, yaml_table(source))
+    recipe = Recipe(framework=AXOLOTL, software={"framework": "hf-trainer"})
+    recipe.name_model("base_model", keys.text("base_model"))
+    if seq := keys.number("sequence_len", default=0):
+        recipe.args["seq"] = seq
+    recipe.micro_batch = keys.number("micro_batch_size", default=1)
+    recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
+    if total := keys.number("batch_size", default=0):
+        recipe.local_batch = total
+    recipe.recompute = "none" if keys.text("gradient_checkpointing", default="false").lower() == "false" else "full"
+    if keys.text("gradient_checkpointing").lower() in ("offload", "offload_disk"):
+        recipe.left_out["gradient_checkpointing"] = "kept activations stay on the device"
+    bf16 = keys.text("bf16", default="false").lower() in ("true", "auto", "full") or keys.flag("bfloat16")
+    pure = keys.flag("bfloat16") or keys.text("bf16").lower() == "full"
+    half = "bf16" if pure else "amp_bf16" if bf16 else "amp_fp16" if keys.flag("fp16", "float16") else ""
+    recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
+    if keys.flag("fp8"):
+        recipe.training["precision"] = "fp8"
+    keys.flag("tf32")
+    if adapter := keys.text("adapter"):
+        linear = ["all"] if keys.flag("lora_target_linear") else None
+        base = stored_base(keys, nested=True)  # axolotl/loaders/model.py sets bnb_4bit_use_double_quant
+        if adapter == "qlora" and base.get("base") == "int8":
+            adapter = "lora"
+        take_adapters(
+            *(recipe, keys, "adapter", adapter),
+            r=keys.number("lora_r", default=8),
+            alpha=keys.rate("lora_alpha"),
+            dropout=keys.rate("lora_dropout"),
+            targets=linear or keys.words("lora_target_modules"),
+            **base,
+        )
+    take_optimizer(keys.text("optimizer", default="adamw_torch_fused"), recipe)
+    recipe.software["compiled"] = keys.flag("torch_compile")
+    fsdp = keys.text("fsdp").strip("[]").replace("'", "").replace(",", " ").split()
+    words = (*fsdp, keys.text("fsdp_config.fsdp_sharding_strategy", "fsdp_config.sharding_strategy").lower())
+    if any(key.startswith("fsdp_config") for key in keys.values) or fsdp:
+        recipe.zero = next((STAGES[word] for word in words if word in STAGES), 3)
+        if keys.text("fsdp_config.reshard_after_forward", "fsdp_config.fsdp_reshard_after_forward").lower() == "false":
+            recipe.zero = 2
+    if keys.flag("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
+        recipe.recompute = "full"
+    keys.degrees(recipe, tp="tensor_parallel_size", ep="expert_parallel_size", replicate="dp_replicate_size")
+    keys.degrees(recipe, cp=("context_parallel_size", "sequence_parallel_degree"))
+    if shard := keys.number("dp_shard_size", default=0):
+        recipe.dp, recipe.zero = shard * recipe.replicate, recipe.zero or 3
+    if config := keys.text("deepspeed"):
+        take_deepspeed_file(config, source.path, recipe)
+    keys.sort(recipe, left_out=AXOLOTL_LEFT_OUT, ignored=AXOLOTL_SAME_TIME)
+    return recipe
+
+
+# torchtune.
+
+
+TORCHTUNE = "torchtune"
+TORCHTUNE_MARK = re.compile(r"_component_\s*:\s*[\"']?torchtune\.")
+TORCHTUNE_SAME_TIME = re.compile(
+    r"(output_dir|tokenizer|checkpointer|resume_from|dataset|seed|shuffle|epochs|max_steps|optimizer\.|lr_scheduler|loss|"
+    r"clip_grad|device$|log_|metric_logger|profiler|save_|recipe_checkpoint|enable_async_checkpoint|model\.(attn_|max_seq)|"
+    r"collate|num_output_chunks|run_val|dataset_val|cudnn|custom_sharded)"
+)
+TORCHTUNE_LEFT_OUT = {
+    "enable_activation_offloading": "kept activations stay on the device",
+    "activation_offloading_use_streams": "kept activations stay on the device",
+    "fsdp_cpu_offload": "parameters and states stay on the device",
+    "optimizer_in_bwd": "gradients are kept until all are there",
+    "custom_sharded_layers": "layers are divided alike",
+    "dataset.packed": "every sample has all its tokens",
+    "enable_fp8_training": "products are in 16 bits",
+    "fp8_recipe_name": "products are in 16 bits",
+}
+
+
+def read_torchtune(source: SourceFile) -> Recipe:
+    """A file of torchtune. Raises ConfigError for DoRA, distillation, or a model that must be named beside it."""
+    keys = FileKeys(TORCHTUNE, yaml_table(source))
+    recipe = Recipe(framework=TORCHTUNE, software={"framework": "torchtune"})
+    component = keys.text("model._component_", default="(none)").rpartition(".")[2]
+    adapted = re.match(r"(q?[ld]ora)_", component)
+    component = component.removeprefix(adapted[0] if adapted else "")
+    if "teacher_model._component_" in keys.values or "ref_checkpointer._component_" in keys.values:
+        raise ConfigError(f"{TORCHTUNE}: it runs a second model beside the first, which is not priced")
+    recipe.name_model("model._component_", re.sub(r"(?<=\d)_(?=\d_)", ".", component))
+    seq = keys.number("tokenizer.max_seq_len", "dataset.max_seq_len", default=0)
+    if seq:
+        recipe.args["seq"] = seq
+    else:
+        recipe.missing["model.args.seq"] = "tokenizer.max_seq_len is not set: samples are as long as the data"
+    recipe.micro_batch = keys.number("batch_size", default=2)
+    recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
+    recipe.recompute = "full" if keys.flag("enable_activation_checkpointing") else "none"
+    if mode := keys.text("ac_mode"):
+        option = keys.number("ac_option", default=1)
+        recipe.recompute, recipe.every = ("alternate", option) if mode == "selective" and option > 1 else ("full", 1)
+    dtype = keys.text("dtype", default="bf16")
+    if dtype not in ("bf16", "fp32", "fp16"):
+        raise ConfigError(f"{TORCHTUNE}: dtype = {dtype!r} must be bf16, fp16 or fp32")
+    recipe.training["precision"] = {"fp16": "amp_fp16"}.get(dtype, dtype)
+    if dtype == "bf16":  # weights, gradients and states alike, without copies in fp32
+        recipe.training["master_weights"] = False
+    if adapted is not None:
+        targets = keys.words("model.lora_attn_modules") or []
+        targets += ["mlp"] * keys.flag("model.apply_lora_to_mlp") + ["lm_head"] * keys.flag("model.apply_lora_to_output")
+        method = "qlora" if keys.flag("model.quantize_base") else adapted[1]
+        take_adapters(
+            *(recipe, keys, "model._component_", method),
+            r=keys.number("model.lora_rank", default=8),
+            alpha=keys.rate("model.lora_alpha"),
+            dropout=keys.rate("model.lora_dropout"),
+            targets=targets or ["q_proj", "v_proj"],
+        )
+    name = keys.text("optimizer._component_", default="torch.optim.AdamW").rpartition(".")[2]
+    take_optimizer(f"{name}_fused" if keys.flag("optimizer.fused") else name, recipe)
+    recipe.software["compiled"] = keys.flag("compile")
+    keys.degrees(recipe, tp="tensor_parallel_dim", cp="context_parallel_dim", ep="expert_parallel_dim")
+    keys.degrees(recipe, replicate="data_parallel_replicate_dim")
+    shard = keys.text("data_parallel_shard_dim", default="-1")
+    if shard not in ("-1", "0"):
+        recipe.dp = keys.number("data_parallel_shard_dim") * recipe.replicate
+    recipe.zero = 0 if shard == "1" else 2 if keys.text("fsdp_reshard_after_forward").lower() == "false" else 3
+    keys.sort(recipe, left_out=TORCHTUNE_LEFT_OUT, ignored=TORCHTUNE_SAME_TIME)
+    return recipe
+
+
+# Lightning and LitGPT.
+
+
+LIGHTNING, LITGPT = "Lightning", "LitGPT"
+LIGHTNING_MARK = re.compile(r"^trainer\s*:", re.MULTILINE)
+LIGHTNING_KEYS = re.compile(r"^[ \t]+(strategy|accelerator|precision|accumulate_grad_batches|num_nodes)\s*:", re.MULTILINE)
+LITGPT_MARKS = tuple(re.compile(rf"^({key}) *:", re.MULTILINE) for key in ("model_name|checkpoint_dir", "train"))
+FORMS = {
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "amp_fp16",
+    "16-mixed": "amp_fp16",
+    "bf16": "amp_bf16",
+    "bf16-mixed": "amp_bf16",
+    "bf16-true": "bf16",
+    "transformer-engine": "fp8",
+}
+STRATEGIES = {
+    "auto": 0,
+    "ddp": 0,
+    "fsdp": 3,
+    "fsdpstrategy": 3,
+    "ddpstrategy": 0,
+    "deepspeed": 2,
+    "deepspeedstrategy": 2,
+    "singledevicestrategy": 0,
+    "modelparallelstrategy": 3,
+}
+LIGHTNING_SAME_TIME = re.compile(
+    r"(seed|trainer\.(accelerator|logger|callbacks|max_|min_|limit_|val_check|check_val|num_sanity|log_every|enable_|"
+    r"deterministic|benchmark|inference|use_dist|profiler|detect|barebones|plugins|sync_batchnorm|reload|default_root|fast_dev|"
+    r"overfit|gradient_clip|strategy\.init_args\.(find_unused|static_graph|process_group|timeout|state_dict|auto_wrap|save_dist))|"
+    r"data\.|optimizer\.init_args|optimizer\.|lr_scheduler|ckpt_path|out_dir|data$|eval|logger|tokenizer|resume|"
+    r"initial_checkpoint|train\.(save|log|lr_|max_|epochs|min_lr|tie|warmup|max_norm|beta|weight_decay)|model_config\.|access_token|"
+    r"model\.|precision$|hparams)"
+)
+LIGHTNING_LEFT_OUT = {"trainer.strategy.init_args.cpu_offload": "parameters and states stay on the device"}
+
+
+def read_lightning(source: SourceFile) -> Recipe:
+    """A file of Lightning, whose model is a class of the user's, or of LitGPT.
+
+    Raises ConfigError for adapters that are not LoRA's."""
+    litgpt = not LIGHTNING_MARK.search(source.text)
+    keys = FileKeys(LITGPT if litgpt else LIGHTNING, yaml_table(source))
+    where = "" if litgpt else "trainer."
+    recipe = Recipe(framework=keys.framework, model="")
+    name = keys.text(
+        "model_name", "checkpoint_dir", "model.init_args.model_name", "model.init_args.pretrained_model_name_or_path"
+    )
+    if name:
+        recipe.name_model("model_name", re.sub(r"-hf$", "", name))
+    else:
+        recipe.missing["model.name"] = "the model is a class of your own"
+    devices, nodes = keys.text(f"{where}devices", default="auto"), keys.number(f"{where}num_nodes", default=1)
+    recipe.processes = int(devices) * nodes if devices.isdigit() else 0
+    recipe.training["precision"] = keys.choice(FORMS, f"{where}precision", default="32-true")
+    if litgpt:
+        _take_adapters(recipe, keys)
+    strategy = keys.text(f"{where}strategy.class_path", f"{where}strategy", default="fsdp" if litgpt else "auto")
+    word = strategy.rpartition(".")[2].lower()
+    stage = re.search(r"stage_?(\d)", word)
+    if word.removesuffix("_spawn").partition("_")[0] not in STRATEGIES:
+        raise ConfigError(f"{keys.framework}: strategy = {strategy!r} must be one of {', '.join(STRATEGIES)}")
+    recipe.zero = int(stage[1]) if stage else STRATEGIES[word.partition("_")[0]]
+    recipe.zero = keys.number(f"{where}strategy.init_args.stage", default=recipe.zero)
+    recipe.optimizer_offload = "offload" in word
+    sharding = keys.text(f"{where}strategy.init_args.sharding_strategy").upper()
+    recipe.zero = {"SHARD_GRAD_OP": 2, "NO_SHARD": 0, "FULL_SHARD": 3}.get(sharding, recipe.zero)
+    recipe.tp = keys.number(f"{where}strategy.init_args.tensor_parallel_size", default=1)
+    if keys.text(f"{where}strategy.init_args.activation_checkpointing_policy", default=""):
+        recipe.recompute = "full"
+    recipe.software = {"framework": "deepspeed" if "deepspeed" in word else "fsdp" if recipe.zero else "ddp"}
+    recipe.micro_batch = keys.number(
+        "train.micro_batch_size", "data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", default=0
+    )
+    recipe.local_batch = recipe.micro_batch * keys.number("trainer.accumulate_grad_batches", default=1)
+    if total := keys.number("train.global_batch_size", default=0):
+        recipe.training["global_batch"] = total
+    elif not recipe.micro_batch:
+        recipe.missing["training.global_batch"] = "no batch size is in the file"
+    recipe.micro_batch = recipe.micro_batch or 1
+    if seq := keys.number("train.max_seq_length", "data.init_args.max_seq_length", "data.init_args.block_size", default=0):
+        recipe.args["seq"] = seq
+    take_optimizer(keys.text("optimizer.class_path", "optimizer", default="AdamW").rpartition(".")[2], recipe)
+    keys.sort(recipe, left_out=LIGHTNING_LEFT_OUT, ignored=LIGHTNING_SAME_TIME)
+    return recipe
+
+
+LORA_PARTS = {
+    "lora_query": ("q_proj", True),
+    "lora_key": ("k_proj", False),
+    "lora_value": ("v_proj", True),
+    "lora_projection": ("o_proj", False),
+    "lora_mlp": ("mlp", False),
+    "lora_head": ("lm_head", False),
+}
+"""Switches of `litgpt finetune_lora` with their defaults."""
+
+
+def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
+    if keys.text("adapter"):
+        take_adapters(recipe, keys, "adapter", "adapter")
+    if not keys.text("lora_r", "lora", "lora_query", "lora_alpha"):
+        return
+    quantize = keys.text("quantize").lower()
+    take_adapters(
+        *(recipe, keys, "lora_r", "lora"),
+        r=keys.number("lora_r", default=8),
+        alpha=keys.rate("lora_alpha"),
+        dropout=keys.rate("lora_dropout"),
+        targets=[part for key, (part, usual) in LORA_PARTS.items() if keys.flag(key, default=usual)],
+        base="nf4" if "nf4" in quantize else "int8" if "int8" in quantize else None,
+        double_quantisation=quantize.endswith("dq") if "nf4" in quantize else None,
+    )
+
+
+def is_lightning(source: SourceFile) -> bool:
+    """Whether a file is one of Lightning or LitGPT; NeMo's have a table `trainer` too, and options of Megatron."""
+    text = source.text
+    if source.path.suffix not in YAML or "model_parallel_size" in text:
+        return False
+    return bool(
+        (LIGHTNING_MARK.search(text) and LIGHTNING_KEYS.search(text)) or all(mark.search(text) for mark in LITGPT_MARKS)
+    )
+
+
+# OpenRLHF.
+
+
+OPENRLHF = "OpenRLHF"
+OPENRLHF_PROGRAM = re.compile(r"\bopenrlhf\.cli\.(train_\w+)")
+SUPERVISED = "train_sft"
+PRECISIONS = {"bf16": "bf16", "fp16": "amp_fp16", "fp32": "fp32"}
+SWITCHES = {"bf16", "gradient_checkpointing", "adam_offload", "load_in_4bit", "packing_samples"}
+HANGING = {
+    "train_batch_size": "training.global_batch",
+    "micro_train_batch_size": "plan.microbatches",
+    "max_len": "model.args.seq",
+    "zero_stage": "plan.zero_stage",
+}
+"""Options whose value counts, and the key that supplies it where a script computes it."""
+OPENRLHF_SAME_TIME = re.compile(
+    r"(save|logging|eval|use_tensorboard|ckpt|load_checkpoint|max_(samples|norm|ckpt|epochs)|learning_rate|lr_|l2|adam_betas|"
+    r"dataset|input|output|tokenizer|apply_chat|multiturn|pretrain_mode|use_wandb|wandb|seed|local_rank|disable_fast|module|"
+    r"aux_loss|lora_dropout|flash_attn|attn_implementation|include|num_gpus|num_nodes|hostfile|master|prompt|label|zpg|"
+    r"disable_trace|full_determinism)"
+)
+OPENRLHF_LEFT_OUT = {
+    "packing_samples": "every sample has all its tokens",
+    "zpg": "parameters are divided over all replicas",
+    "use_liger_kernel": "losses and norms are those of the eager model",
+}
+
+
+def read_openrlhf(source: SourceFile) -> Recipe:
+    """A script. Raises ConfigError for a training with rollouts or with a second model."""
+    programs = set(OPENRLHF_PROGRAM.findall(source.text))
+    if programs != {SUPERVISED}:
+        raise ConfigError(
+            f"{OPENRLHF}: it starts {', '.join(sorted(programs))}, with rollouts or beside a second model, which no plan of "
+            f"parsim has; {SUPERVISED} is read"
+        )
+    values = option_values(source.text, hanging=HANGING)
+    keys = FileKeys(OPENRLHF, values | dict.fromkeys(SWITCHES & values.keys(), True))  # which no value follows
+    recipe = Recipe(framework=OPENRLHF, software={"framework": "deepspeed"})
+    note_hanging(keys, recipe, HANGING)
+    recipe.name_model("pretrain", keys.text("pretrain", default="(none)"))
+    recipe.args["seq"] = keys.number("max_len", default=2048)
+    recipe.training["global_batch"] = keys.number("train_batch_size", default=128)
+    recipe.micro_batch = 0 if "plan.microbatches" in recipe.missing else keys.number("micro_train_batch_size", default=8)
+    recipe.zero = keys.number("zero_stage", default=2)
+    recipe.optimizer_offload = keys.flag("adam_offload")
+    recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
+    usual = "bf16" if keys.flag("bf16", default=True) else "fp32"
+    recipe.training |= {"precision": keys.choice(PRECISIONS, "param_dtype", default=usual), "optimizer": "adamw_fused"}
+    keys.degrees(recipe, tp="ds_tensor_parallel_size", cp="ring_attn_size")
+    keys.number("ring_head_stride", default=1)
+    if rank := keys.number("lora_rank", default=0):
+        take_adapters(
+            *(recipe, keys, "lora_rank", "lora"),
+            r=rank,
+            alpha=keys.rate("lora_alpha"),
+            dropout=keys.rate("lora_dropout"),
+            targets=keys.words("target_modules") or ["all"],
+            **stored_base(keys),
+        )
+    keys.sort(recipe, left_out=OPENRLHF_LEFT_OUT, ignored=OPENRLHF_SAME_TIME)
+    return recipe
+
+
+FORMATS = {
+    "axolotl": FileFormat(
+        layouts="fsdp and fsdp_config, DeepSpeed by file or name, parallel sizes",
+        refuses="other adapters than LoRA; a model that does not ship, until --set model.name",
+        what="a YAML file of axolotl",
+        tool=AXOLOTL,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and bool(AXOLOTL_MARK.search(source.text)),
+        read=read_axolotl,
+    ),
+    "torchtune": FileFormat(
+        layouts="recipes for one and for several GPUs",
+        refuses="DoRA; distillation, which runs a second model",
+        what="a YAML file of torchtune",
+        tool=TORCHTUNE,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and bool(TORCHTUNE_MARK.search(source.text)),
+        read=read_torchtune,
+    ),
+    "lightning": FileFormat(
+        layouts="Lightning's command line, LitGPT",
+        refuses="other adapters than LoRA; strategies of other devices; a model class of one's own, until --set model.name",
+        what="a YAML file of Lightning or LitGPT",
+        tool=LIGHTNING,
+        reads="recipe",
+        sniff=is_lightning,
+        read=read_lightning,
+    ),
+    "openrlhf": FileFormat(
+        layouts="scripts that start train_sft, by deepspeed or torchrun",
+        refuses="train_ppo_ray, train_dpo and others with rollouts or a second model",
+        what="a script that starts OpenRLHF",
+        tool=OPENRLHF,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in SCRIPTS and bool(OPENRLHF_PROGRAM.search(source.text)),
+        read=read_openrlhf,
+    ),
+}

@@ -1,0 +1,642 @@
+"""Tools that pretrain, read: MaxText and Primus, nanotron, nanoGPT, llm-foundry and OLMo, and programs for images.
+
+Key names are those of src/MaxText/configs/base.yml (AI-Hypercomputer/maxtext), AMD-AGI/Primus, src/nanotron/config
+(huggingface/nanotron), train.py and model.py (karpathy/nanoGPT), TrainConfig and MPTConfig (mosaicml/llm-foundry), OLMo's older
+trainer (allenai/OLMo, olmo/config.py), references/classification/train.py (pytorch/vision), train.py
+(huggingface/pytorch-image-models) and imagenet/main.py (pytorch/examples).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError
+from parsim.files import read_text
+from parsim.formats.megatron import read_yaml
+from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, VARIABLE, YAML, FileKeys, Recipe, plain_value, yaml_table
+from parsim.formats.scripts import Script, note_hanging, option_values, options_of, overrides_of, walk
+from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.torchtitan import read_toml
+from parsim.formats.trainer import STAGES, take_optimizer
+from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, normalised
+from parsim.model.catalogue.zoo import IMAGENET
+from parsim.units import printable
+
+# nanotron.
+
+
+NANOTRON = "nanotron"
+NANOTRON_MARK = re.compile(r"\bbatch_accumulation_per_replica:")
+"""A key that every such file has, and no other tool's."""
+
+NANOTRON_AXES = {
+    "tp": "parallelism.tp",
+    "pp": "parallelism.pp",
+    "cp": "parallelism.context_parallel_size",
+    "ep": "parallelism.expert_parallel_size",
+}
+NANOTRON_SHAPE = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+}
+FAMILIES = {"is_llama_config": {}, "is_qwen2_config": {"qkv_bias": True}}
+"""Kinds of model_config, and what sets them apart from a Llama."""
+ORDERS = {"1f1b": "1f1b", "afab": "gpipe"}
+NANOTRON_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+NANOTRON_SAME_TIME = re.compile(
+    r"(checkpoints|data_stages|general|logging|tokenizer|profiler|lighteval|s3_upload|metrics_logging)(\.|$)|"
+    r"optimizer\.(learning_rate_scheduler|optimizer_factory)\.|model\.init_method\.|model\.ddp_bucket_cap_mb$|"
+    r"model\.model_config\.(max_position_embeddings|rope_|.*_token_id|initializer_range|rms_norm_eps|use_cache|hidden_act|"
+    r"pretraining_tp)|parallelism\.pp_engine$|optimizer\.(accumulate_grad_in_fp32|clip_grad|weight_decay)|"
+    r"tokens\.(train_steps|val_check_interval|limit_)"
+)
+NANOTRON_LEFT_OUT = {"parallelism.tp_linear_async_communication": "tensor-parallel communication is not hidden behind products"}
+
+
+def read_nanotron(document: Mapping[str, Any]) -> Recipe:
+    """A file of nanotron. Raises ConfigError for a family that is not known, or sizes that are missing or cannot be."""
+    keys = FileKeys(NANOTRON, document)
+    recipe = Recipe(framework=NANOTRON)
+    flat, text, number = keys.values, keys.text, keys.number
+    families = [name for name in FAMILIES if flat.get(f"model.model_config.{name}")]
+    if len(families) != 1:
+        raise ConfigError(f"{NANOTRON}: model.model_config must have one of {', '.join(FAMILIES)} = true")
+    text(f"model.model_config.{families[0]}")
+    keys.degrees(recipe, **NANOTRON_AXES)
+    recipe.dp = number("parallelism.dp")
+    args = {name: number(f"model.model_config.{key}") for name, key in NANOTRON_SHAPE.items()}
+    step = number("model.make_vocab_size_divisible_by", default=1) * recipe.tp
+    args["vocab"] = math.ceil(args["vocab"] / step) * step
+    args["kv_heads"] = number("model.model_config.num_key_value_heads", default=args["heads"])
+    tied = keys.flag("model.model_config.tie_word_embeddings")
+    sequence = text("parallelism.tp_mode", default="REDUCE_SCATTER").upper() == "REDUCE_SCATTER"
+    recipe.args = {
+        **args,
+        "gated": True,
+        "norm": "rms",
+        "rotary": True,
+        "bias": False,
+        "tied": tied,
+        SEQUENCE_PARALLEL: sequence,
+        **FAMILIES[families[0]],
+        "seq": number("tokens.sequence_length"),
+    }
+    recipe.micro_batch = number("tokens.micro_batch_size")
+    recipe.local_batch = recipe.micro_batch * number("tokens.batch_accumulation_per_replica")
+    recipe.zero = number("optimizer.zero_stage", default=0)
+    recipe.recompute = "full" if keys.flag("parallelism.recompute_layer") else "none"
+    engine = text("parallelism.pp_engine", default="1f1b").lower()
+    if engine not in ORDERS or (dtype := text("model.dtype", default="bfloat16")) not in NANOTRON_PRECISIONS:
+        raise ConfigError(
+            f"{NANOTRON}: parallelism.pp_engine must be one of {', '.join(ORDERS)} and model.dtype one of "
+            f"{', '.join(NANOTRON_PRECISIONS)}"
+        )
+    recipe.order = ORDERS[engine] if recipe.pp > 1 else ""
+    recipe.training["precision"] = NANOTRON_PRECISIONS[dtype]
+    fused = keys.flag("optimizer.optimizer_factory.torch_adam_is_fused", default=True)
+    adam = text("optimizer.optimizer_factory.name", default="adamW").lower().startswith("adam")
+    recipe.training["optimizer"] = ("adamw_fused" if fused else "adamw") if adam else "sgd_momentum"
+    recipe.processes = recipe.dp * recipe.tp * recipe.pp * recipe.cp
+    keys.sort(recipe, left_out=NANOTRON_LEFT_OUT, ignored=NANOTRON_SAME_TIME)
+    return recipe
+
+
+# nanoGPT: configurations are assignments in Python, or scripts that name one; read and not run.
+
+
+NANOGPT = "nanoGPT"
+NANOGPT_MARK = re.compile(
+    r"^(block_size|gradient_accumulation_steps|init_from|n_layer|always_save_checkpoint|wandb_log)\s*=", re.MULTILINE
+)
+PROGRAM = re.compile(r"^\s*(def|class|from)\s", re.MULTILINE)
+"""Of a script that does more than to assign."""
+STARTS = re.compile(r"\btrain\.py\s+(\S*config/\w+\.py)")
+NANOGPT_PRECISIONS = {"bfloat16": "amp_bf16", "float16": "amp_fp16", "float32": "tf32"}
+NANOGPT_DEFAULTS: dict[str, Any] = {
+    "batch_size": 12,
+    "block_size": 1024,
+    "gradient_accumulation_steps": 40,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+}
+VOCABULARY = 50304
+NANOGPT_SAME_TIME = re.compile(
+    r"(out_dir|eval_|log_|always_|wandb_|dataset|learning_rate|max_iters|lr_decay|min_lr|warmup|beta|weight_decay|grad_clip|"
+    r"decay_lr|dropout|device|backend|nproc|nnodes|node|master|rdzv|standalone|start|seed)"
+)
+
+
+def read_nanogpt(source: SourceFile) -> Recipe:
+    """A configuration, or a script that starts train.py with one.
+
+    Raises: ConfigError: it is no Python; the configuration that a script names is not there.
+    """
+    keys = FileKeys(NANOGPT, NANOGPT_DEFAULTS | _assigned(source))
+    recipe = Recipe(framework=NANOGPT, software={"framework": "ddp"})
+    begins = keys.text("init_from", default="scratch")
+    if begins.startswith("gpt2"):
+        recipe.name_model("init_from", begins)
+        for key in ("n_layer", "n_head", "n_embd"):
+            keys.number(key)
+    else:
+        recipe.args = {
+            name: keys.number(key) for name, key in (("layers", "n_layer"), ("heads", "n_head"), ("hidden", "n_embd"))
+        }
+        vocabulary = 65 if "char" in keys.text("dataset", default="openwebtext") else VOCABULARY
+        recipe.args |= {
+            "vocab": keys.number("vocab_size", default=vocabulary),
+            "bias": keys.flag("bias"),
+            "positions": keys.number("block_size"),
+        }
+    recipe.args["seq"] = keys.number("block_size")
+    recipe.micro_batch = keys.number("batch_size")
+    recipe.training["global_batch"] = recipe.micro_batch * keys.number("gradient_accumulation_steps")
+    precision = keys.choice(NANOGPT_PRECISIONS, "dtype", default="bfloat16")
+    recipe.training |= {"precision": precision, "optimizer": "adamw_fused"}
+    recipe.software["compiled"] = keys.flag("compile", default=True)
+    recipe.processes = keys.number("nproc_per_node", default=0)
+    keys.sort(recipe, left_out={}, ignored=NANOGPT_SAME_TIME)
+    return recipe
+
+
+def _assigned(source: SourceFile) -> dict[str, Any]:
+    if source.path.suffix not in SCRIPTS:
+        constants = walk(source, Script()).constants
+        return {key: value for key, value in constants.items() if value is not None}
+    named = STARTS.search(source.text)
+    name = Path(named[1] if named is not None else "")
+    places = [folder / part for folder in source.path.parents for part in (name, Path(name.name))]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise ConfigError(f"{NANOGPT}: the configuration {name} that the script names is not beside it; give that file itself")
+    given = {key.replace("-", "_"): plain_value(words[0]) for key, words in options_of(source.text).items() if words}
+    return _assigned(SourceFile(file, read_text(file, LARGEST_BYTES).encode())) | given
+
+
+def is_nanogpt(source: SourceFile) -> bool:
+    """Whether a file is a configuration of nanoGPT, or starts it with one."""
+    if source.path.suffix in SCRIPTS:
+        return bool(STARTS.search(source.text))
+    return source.path.suffix == ".py" and bool(NANOGPT_MARK.search(source.text)) and not PROGRAM.search(source.text)
+
+
+# llm-foundry and OLMo, which share Composer's words.
+
+
+FOUNDRY, OLMO = "llm-foundry", "OLMo"
+COMPOSER_MARK = re.compile(r"^global_train_batch_size\s*:", re.MULTILINE)
+"""A key of every such file, and of no other tool's."""
+COMPOSER_PRECISIONS = {"amp_bf16": "amp_bf16", "amp_fp16": "amp_fp16", "amp_fp8": "fp8", "fp32": "fp32"}
+SIZES = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
+RECOMPUTED = {"one_in_two": 2, "one_in_three": 3, "one_in_four": 4, "one_in_eight": 8}
+"""OLMo's strategies that recompute each n-th layer."""
+COMPOSER_SAME_TIME = re.compile(
+    r"(data|variables\.|train_loader|eval|tokenizer|global_seed|seed|run_name|scheduler|optimizer\.|algorithms|max_duration|"
+    r"device_eval|progress|log_|console|python_log|callbacks|loggers|save|load|autoresume|dist_timeout|icl|code_paths|wandb|"
+    r"dry_run|time_limit|epoch|stop_at|speed_monitor|max_grad_norm|evaluators|restore|remote|reset|no_pre|canceled|"
+    r"extra_steps|hf_datasets|softmax_auxiliary|model\.(name|init|attention_dropout|residual|embedding_dropout|eos|pad|"
+    r"precision|layer_norm_(with|eps)|attention_layer_norm_with|bias_for|flash_attention|block_type|rope_|scale_|emb_|"
+    r"embedding_layer|pretrained$|use_auth|use_flash|use_pretrained|config_overrides\.max|loss_fn|verbose|resid_pdrop|"
+    r"attn_config\.(attn_impl|attn_pdrop|rope_|softmax|clip_qkv|alibi_bias|prefix)|no_bias|max_seq|norm_eps|logit_scale)|"
+    r"fsdp(_config)?\.(limit|activation_checkpointing_reent|use_orig|sync_module|state_dict|verbose|backward|forward|"
+    r"wrapping|flatten|load_|precision|mixed|cpu_offload)|ddp\.|"
+    r"compile\.(mode|fullgraph|dynamic)|gen1_gc|find_unused|canc|module_outputs|max_|new_style|try_load|keep_)"
+)
+COMPOSER_LEFT_OUT = {
+    "fsdp_config.activation_cpu_offload": "kept activations stay on the device",
+    "model.attention_layer_norm": "queries and keys are not normalised",
+    "model.attn_config.sliding_window_size": "attention reaches over the whole sample",
+}
+
+
+def read_composer(source: SourceFile) -> Recipe:
+    """A file of llm-foundry or OLMo. Raises ConfigError for adapters, or experts of another kind."""
+    document = yaml_table(source)
+    olmo = not (isinstance(document.get("model"), dict) and "name" in document["model"])
+    keys = FileKeys(OLMO if olmo else FOUNDRY, document)
+    recipe = Recipe(framework=keys.framework)
+    if any(key.startswith(("model.peft_config", "peft_config")) for key in keys.values):
+        raise ConfigError(f"{FOUNDRY}: peft_config trains adapters; drop the table to price full training")
+    if name := keys.text("model.pretrained_model_name_or_path"):
+        recipe.name_model("model.pretrained_model_name_or_path", name)
+    elif keys.text("model.d_model"):
+        recipe.args = _olmo(keys) if olmo else _mpt(keys)
+    else:
+        recipe.model = ""
+        recipe.missing["model.name"] = "the file gives neither sizes nor pretrained_model_name_or_path"
+    if seq := keys.number("max_seq_len", "model.max_seq_len", "model.max_sequence_length", default=0):
+        recipe.args["seq"] = seq
+    recipe.training["global_batch"] = keys.number("global_train_batch_size")
+    micro = keys.text("device_train_microbatch_size", "device_train_grad_accum", default="auto")
+    if micro == "auto":
+        why = "device_train_microbatch_size = auto is found at the start: one sample is taken"
+        recipe.left_out["device_train_microbatch_size"] = why
+    else:
+        recipe.micro_batch = keys.number("device_train_microbatch_size", default=1)
+    recipe.training["precision"] = keys.choice(COMPOSER_PRECISIONS, "precision", default="amp_bf16")
+    take_optimizer(keys.text("optimizer.name", default="adamw").removeprefix("decoupled_"), recipe)
+    _divided(keys, recipe)
+    again = keys.text("activation_checkpointing", default="none").lower()
+    if keys.flag("fsdp_config.activation_checkpointing") or again in ("whole_layer", "true"):
+        recipe.recompute = "full"
+    elif again in RECOMPUTED:
+        recipe.recompute, recipe.every = "alternate", RECOMPUTED[again]
+    elif again not in ("none", "false"):
+        recipe.left_out["activation_checkpointing"] = f"{again} is not modelled: nothing is computed again"
+    compiled = document.get("compile", document.get("compile_config"))
+    recipe.software["compiled"] = isinstance(compiled, dict)
+    keys.sort(recipe, left_out=COMPOSER_LEFT_OUT, ignored=COMPOSER_SAME_TIME)
+    return recipe
+
+
+def _divided(keys: FileKeys, recipe: Recipe) -> None:
+    there = any(key.startswith(("fsdp.", "fsdp_config.", "parallelism_config.fsdp")) for key in keys.values)
+    there = keys.text("distributed_strategy", default="fsdp").lower() == "fsdp" and there
+    recipe.software["framework"] = "fsdp" if there else "ddp"
+    if not there:
+        return
+    word = keys.text("fsdp_config.sharding_strategy", "fsdp.sharding_strategy", default="FULL_SHARD").lower().strip("_")
+    if word.startswith("hybrid"):
+        recipe.missing["plan.dp_shard"] = f"sharding_strategy = {word} divides within a node, whose size the file lacks"
+    recipe.zero = STAGES.get(word, 3)
+    recipe.replicate = keys.number(
+        "fsdp_config.data_parallel_replicate_degree", "fsdp.hybrid_sharding_num_model_replicas", default=1
+    )
+
+
+def _mpt(keys: FileKeys) -> dict[str, Any]:
+    """Sizes of an MPT, by MPTConfig's defaults."""
+    args: dict[str, Any] = {name: keys.number(f"model.{key}") for name, key in SIZES.items()}
+    ratio = keys.number("model.expansion_ratio", default=4)
+    kind = keys.text("model.ffn_config.ffn_type", default="mptmlp")
+    if kind not in ("mptmlp", "mptglu"):
+        raise ConfigError(
+            f"{FOUNDRY}: ffn_type = {kind} is a mixture of experts whose sizes parsim does not read; plan a model by name, or "
+            "give model.args.experts in a run file"
+        )
+    bias = not keys.flag("model.no_bias")
+    args |= {
+        "vocab": keys.number("model.vocab_size", default=50368),
+        "ffn": keys.number("model.ffn_config.ffn_hidden_size", default=0) or ratio * args["hidden"],
+        "gated": kind == "mptglu",
+        "norm": "rms" if "rms" in keys.text("model.norm_type", default="low_precision_layernorm") else "layer",
+        "bias": bias,
+        "tied": keys.flag("model.tie_word_embeddings", default=True),
+        "kv_heads": keys.number("model.attn_config.kv_n_heads", default=0),
+        "qk_norm": keys.flag("model.attn_config.qk_ln") or keys.flag("model.attn_config.qk_gn"),
+    }
+    if keys.text("model.attn_config.attn_type") == "multiquery_attention":
+        args["kv_heads"] = 1
+    if keys.flag("model.attn_config.alibi"):
+        args["alibi"] = True
+    elif keys.flag("model.attn_config.rope"):
+        args["rotary"] = True
+    keys.flag("model.learned_pos_emb")
+    return args
+
+
+def _olmo(keys: FileKeys) -> dict[str, Any]:
+    """Sizes of an OLMo. The inside of its MLP counts both arms of SwiGLU."""
+    args: dict[str, Any] = {name: keys.number(f"model.{key}") for name, key in SIZES.items()}
+    gated = keys.text("model.activation_type", default="swiglu").lower() == "swiglu"
+    ratio = keys.number("model.mlp_ratio", default=4)
+    inner = keys.number("model.mlp_hidden_size", default=0) or ratio * args["hidden"]
+    heads = 1 if keys.flag("model.multi_query_attention") else keys.number("model.n_kv_heads", default=0)
+    vocab = keys.number("model.vocab_size", default=50257)
+    return args | {
+        "vocab": keys.number("model.embedding_size", default=0) or vocab,
+        "ffn": inner // 2 if gated else inner,
+        "gated": gated,
+        "norm": "rms" if "rms" in keys.text("model.layer_norm_type", default="default") else "layer",
+        "bias": keys.flag("model.include_bias", default=True),
+        "tied": keys.flag("model.weight_tying", default=True),
+        "kv_heads": heads,
+        **({"alibi": True} if keys.flag("model.alibi") else {"rotary": True} if keys.flag("model.rope") else {}),
+    }
+
+
+# Scripts that start the training programs of images: torchvision's references, timm's train.py and PyTorch's example.
+
+
+TORCHVISION, TIMM, EXAMPLE = "torchvision", "timm", "PyTorch ImageNet example"
+IMAGES_FAMILIES = (
+    r"(resnet|resnext|wide_resnet|vgg|vit|deit|beit|eva|swin|convnext|efficientnet|tf_efficientnet|regnet|densenet|mobilenet|"
+    r"inception|alexnet|squeezenet|shufflenet|googlenet|mnasnet|maxvit|mixer|coatnet|levit|cait|nfnet|seresnet|ecaresnet|dla|"
+    r"hrnet|xception|cspresnet|cspdarknet|rexnet|ghostnet|resmlp|poolformer|edgenext|mobilevit|davit|hiera|fastvit)"
+)
+IMAGES_MARK = re.compile(rf"\b(train|main)\.py\b[^|;&]*(--model|--arch|-a)[ =]+[\"']?{IMAGES_FAMILIES}", re.DOTALL)
+SHORT = {"b": "batch_size", "a": "arch", "j": "workers"}
+"""One-letter options of these programs."""
+IMAGES_HANGING = {"batch_size": "training.global_batch"}
+BUILT = {"resnet50": "resnet50", "vit_b_16": "vit_b_16", "vit_base_patch16_224": "vit_b_16", "vgg16": "vgg16"}
+"""Names of both programs: modules of parsim's own."""
+SIZED = [name for name, row in NAMED.items() if row.config and not row.seq]
+"""Image models that transformers builds."""
+IMAGES_SAME_TIME = re.compile(
+    r"(lr|sched|epochs|start_epoch|wd$|warmup|cooldown|decay|auto_augment|aa$|random_erase|reprob|remode|recount|mixup|cutmix|smoothing|"
+    r"label_smoothing|weight_decay|norm_weight|bias_weight|transformer_embedding|momentum|nesterov|drop|val_|resize|ra_|"
+    r"color_jitter|hflip|scale|ratio|interpolation|mean|std|crop_pct|data|dataset|train_split|workers|print_freq|log|output|"
+    r"experiment|resume|checkpoint|eval|seed|dist|world_size|rank|nproc|nnodes|node|master|rdzv|standalone|multiprocessing|"
+    r"gpu|pretrained|weights|cache_dataset|test_only|use_deterministic|opt_|clip|num_classes$|pin_mem|no_prefetcher|"
+    r"prefetcher|fuser|train_interpolation|backend|save|hub|cooldown|patience|tta|model_ema_(decay|steps|warmup)|jsd|"
+    r"bce|use_multi|worker|local|nodes|gpus|ntasks|amp_(dtype|impl)|master_(addr|port))"
+)
+IMAGES_LEFT_OUT = {
+    "model_ema": "no moving average of the weights is kept",
+    "sync_bn": "BatchNorm takes the statistics of each replica",
+    "sync_batchnorm": "BatchNorm takes the statistics of each replica",
+    "grad_checkpointing": "all activations are kept",
+    "aug_splits": "every sample is trained once",
+    "split_bn": "BatchNorm takes the statistics of each replica",
+    "ra_sampler": "every sample is another one",
+}
+
+
+def read_images(source: SourceFile) -> Recipe:
+    """A script. Raises ConfigError for a count that is none; `missing` notes a model that does not ship."""
+    options = option_values(source.text, SHORT, IMAGES_HANGING)
+    example = "arch" in options
+    tool = EXAMPLE if example else TIMM if _is_timm(options) else TORCHVISION
+    keys = FileKeys(tool, options)
+    recipe = Recipe(framework=tool, software={"framework": "ddp"})
+    note_hanging(keys, recipe, IMAGES_HANGING)
+    name = keys.text("arch", "model", default="resnet18")
+    stem = name.split(".")[0]
+    sized = normalised(stem) in SIZED
+    recipe.model = normalised(stem) if sized else BUILT.get(stem, "")
+    if not recipe.model:
+        shipped = ", ".join(sorted({*BUILT.values(), *SIZED}))
+        recipe.missing["model.name"] = (
+            f"{printable(name)!r} is none of the image models that ship ({shipped}); give your module as MODULE:FACTORY"
+        )
+    batch = keys.number("batch_size", default={TORCHVISION: 32, TIMM: 128, EXAMPLE: 256}[tool])
+    if recipe.missing.keys() & IMAGES_HANGING.values():
+        recipe.micro_batch = 0
+    elif example:  # all GPUs of a node share the batch
+        recipe.training["global_batch"] = batch * keys.number("world_size", default=1)
+        recipe.micro_batch = 0
+    else:
+        recipe.micro_batch = batch
+        recipe.local_batch = batch * keys.number("grad_accum_steps", default=1)
+    recipe.training["precision"] = _precision(keys)
+    optimizer = keys.text("opt", default="sgd").lower()
+    recipe.training["optimizer"] = "sgd_momentum" if "sgd" in optimizer or optimizer == "momentum" else "adamw"
+    if "sgd" not in optimizer and "adam" not in optimizer and optimizer != "momentum":
+        recipe.left_out["opt"] = f"{printable(optimizer)} is not modelled: time and state are those of AdamW"
+    side = keys.number("train_crop_size", "img_size", default=IMAGENET[1])
+    if side != IMAGENET[1] and sized:
+        recipe.args["image_size"] = side
+    elif side != IMAGENET[1]:
+        recipe.input_shape = (IMAGENET[0], side, side)
+    if keys.flag("channels_last"):
+        recipe.software["channels_last"] = True
+    if keys.flag("torchcompile", "compile"):
+        recipe.software["compiled"] = True
+    recipe.processes = keys.number("nproc_per_node", default=0) * keys.number("nnodes", default=1)
+    keys.sort(recipe, left_out=IMAGES_LEFT_OUT, ignored=IMAGES_SAME_TIME)
+    return recipe
+
+
+def _precision(keys: FileKeys) -> str:
+    if not keys.flag("amp"):
+        return "fp32"
+    return "amp_bf16" if "bf" in keys.text("amp_dtype", default="float16") else "amp_fp16"
+
+
+def _is_timm(options: dict[str, Any]) -> bool:
+    return (
+        bool({"sched", "aa", "drop_path", "img_size", "amp_dtype", "reprob", "smoothing"} & options.keys())
+        or re.search(r"_patch\d|_in\d+k|\.", str(options.get("model", ""))) is not None
+    )
+
+
+# MaxText.
+
+
+MAXTEXT = "MaxText"
+MAXTEXT_MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
+MAXTEXT_STARTS = re.compile(r"\bmaxtext[./]", re.IGNORECASE)
+MAXTEXT_AXES = {
+    "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
+    "pp": ("pipeline",),
+    "cp": ("context", "sequence", "context_autoregressive"),
+    "ep": ("expert",),
+}
+SHARDED, REPLICATED = ("fsdp", "fsdp_transpose"), ("data",)
+MAXTEXT_SHAPE = {
+    "layers": "base_num_decoder_layers",
+    "hidden": "base_emb_dim",
+    "heads": "base_num_query_heads",
+    "kv_heads": "base_num_kv_heads",
+    "ffn": "base_mlp_dim",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "experts": "num_experts",
+    "active": "num_experts_per_tok",
+    "expert_ffn": "base_moe_mlp_dim",
+}
+KEPT = ("minimal", "save_qkv_proj", "save_dot_except_mlp", "save_dot_except_mlpwi", "save_dot_with_context_except_mlp")
+MAXTEXT_SAME_TIME = re.compile(
+    r"(run_name|base_output|steps|log_|profiler|skip_first|dataset|hf_|tokenizer|enable_checkpointing|async_|checkpoint|"
+    r"learning_rate|warmup|cosine|adam_|gradient_clip|eval|save_|load_|data_shuffle|enable_goodput|monitor|packing|use_iota|"
+    r"mu_dtype|hardware|jax_|compile|metrics|gcs_|tensorboard|init_|dropout|rope_|normalization|mlp_activations|"
+    r"logits_|attention$|attention_type|scan_layers|shard_mode|num_slices|expansion|grain|remat_policy|megablox|sparse_matmul|"
+    r"base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
+    r"allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
+)
+MAXTEXT_LEFT_OUT = {
+    "capacity_factor": "experts are visited evenly, and no token is dropped",
+    "optimizer_memory_host_offload": "the optimizer's state stays on the device",
+    "parameter_memory_host_offload": "parameters stay on the device",
+    "packing": "every sample has all its tokens",
+}
+
+
+def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
+    """A file of MaxText.
+
+    Args: document: its keys. model: the name that a wrapper gives it; "": the file's own.
+    Raises: ConfigError: a batch that is no whole number per device, or sizes that are missing.
+    """
+    keys = FileKeys(MAXTEXT, document)
+    recipe = Recipe(framework=MAXTEXT, software={"framework": "maxtext"})
+    name = model or keys.text("model_name", default="default")
+    own = {arg: keys.number(key, default=0) for arg, key in MAXTEXT_SHAPE.items() if key in keys.values}
+    if name == "default":
+        recipe.args = {"gated": True, "norm": "rms", "rotary": True, "bias": False, "tied": False, **own}
+        for arg in ("layers", "hidden", "heads", "vocab"):
+            if arg not in own:
+                recipe.missing[f"model.args.{arg}"] = f"neither model_name nor {MAXTEXT_SHAPE[arg]} is set"
+    else:
+        recipe.name_model("model_name", name)
+        recipe.args = own
+    if seq := keys.number("max_target_length", default=0):
+        recipe.args["seq"] = seq
+    for axis, words in MAXTEXT_AXES.items():
+        setattr(recipe, axis, _degree(keys, words))
+    recipe.zero = 0
+    sharded = _degree(keys, SHARDED, free=-1)
+    if sharded != 1:
+        recipe.zero = 3
+    replicated = _degree(keys, REPLICATED, free=-1)
+    if sharded > 1 and replicated > 1:
+        recipe.dp, recipe.replicate = sharded * replicated, replicated
+    elif recipe.zero == 0 and not any("parallelism" in key for key in keys.values):
+        recipe.zero = 3  # the file of defaults divides over all devices
+    batch = keys.text("per_device_batch_size", default="12")
+    shards = recipe.tp * recipe.pp * recipe.cp
+    local = float(batch) * shards if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", batch) else 0.0
+    if local != int(local) or local < 1:
+        raise ConfigError(
+            f"{MAXTEXT}: per_device_batch_size = {batch} on {shards} devices per replica is no whole number of samples"
+        )
+    again = keys.number("gradient_accumulation_steps", default=1)
+    recipe.micro_batch, recipe.local_batch = int(local), int(local) * again
+    if recipe.pp > 1:
+        parts = keys.number("num_pipeline_microbatches", default=recipe.pp)
+        recipe.micro_batch = max(1, int(local) // max(1, parts if parts > 0 else recipe.pp))
+    policy = keys.text("remat_policy", default="full")
+    recipe.recompute = "full" if policy == "full" else "selective" if policy in KEPT else "none"
+    if policy not in ("full", "none", *KEPT):
+        what = "custom policies are" if policy == "custom" else f"{policy} is"
+        recipe.left_out["remat_policy"] = f"{what} not modelled: nothing is computed again"
+    weights, dtype = keys.text("weight_dtype", default="float32"), keys.text("dtype", default="bfloat16")
+    low = keys.text("quantization").lower()
+    recipe.training["precision"] = "fp32" if dtype == "float32" else "bf16" if weights == "bfloat16" else "amp_bf16"
+    if "fp8" in low:
+        recipe.training["precision"] = "fp8"
+    elif low:
+        recipe.left_out["quantization"] = f"{low} is not modelled: products are in 16 bits"
+    kind = keys.text("opt_type", default="adamw").lower()
+    recipe.training["optimizer"] = "sgd_momentum" if kind == "sgd" else "adamw_fused"
+    keys.sort(recipe, left_out=MAXTEXT_LEFT_OUT, ignored=MAXTEXT_SAME_TIME)
+    return recipe
+
+
+def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
+    """Ranks of these axes, inside and between slices together; `free`: for an axis that takes what is left (-1)."""
+    found = [keys.text(f"{place}_{word}_parallelism", default="1") for word in words for place in ("ici", "dcn")]
+    if "-1" in found:
+        return free
+    return prod(max(1, int(text)) if text.lstrip("-").isdigit() else 1 for text in found)
+
+
+def is_maxtext(source: SourceFile) -> bool:
+    """Whether a file is one of MaxText, or a script that starts it with keys of its own."""
+    if source.path.suffix in SCRIPTS:
+        return "per_device_batch_size=" in source.text and bool(MAXTEXT_STARTS.search(source.text))
+    return source.path.suffix in YAML and "framework:" not in source.text and bool(MAXTEXT_MARK.search(source.text))
+
+
+# Primus. The module that trains is read by the reader of its framework, with the model by name.
+
+
+PRIMUS = "Primus"
+PRIMUS_MARKS = (re.compile(r"^modules *:", re.MULTILINE), re.compile(r"\bframework *:"))
+
+
+def read_primus(document: Mapping[str, Any]) -> Recipe:
+    """The module that trains. Raises ConfigError: no such module, or a framework that is not known."""
+    modules = document.get("modules")
+    rows = list(modules.values()) if isinstance(modules, Mapping) else modules if isinstance(modules, list) else []
+    row = next((row for row in rows if isinstance(row, Mapping) and row.get("framework")), None)
+    if row is None:
+        raise ConfigError(f"{PRIMUS}: modules holds none with a framework")
+    framework = str(row["framework"]).lower()
+    tables = [row[key] for key in ("params", "overrides") if row.get(key) is not None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(f"{PRIMUS}: params and overrides of a module must be tables of keys")
+    overrides = {str(key): _default(value) for table in tables for key, value in table.items()}
+    model = row.get("model")
+    name = re.sub(r"\.ya?ml$", "", str(model)) if isinstance(model, str) else ""
+    name = re.sub(r"(?i)[-_](bf16|fp8)$", "", name)
+    if framework == "maxtext":
+        recipe = read_maxtext(overrides, name)
+    elif framework == "torchtitan":
+        table = {"name": "", "flavor": ""} | (dict(model) if isinstance(model, Mapping) else {})
+        own = overrides.pop("model", None)
+        overrides["model"] = {**table, **(own if isinstance(own, Mapping) else {})}
+        recipe = read_toml(overrides, name)
+    elif framework in ("megatron", "megatron_bridge"):
+        recipe = read_yaml(overrides, name)
+    else:
+        raise ConfigError(f"{PRIMUS}: framework = {framework!r} must be megatron, torchtitan or maxtext")
+    recipe.framework = f"{PRIMUS} ({recipe.framework})"
+    return recipe
+
+
+def _default(value: object) -> object:
+    """`${PRIMUS:8}` is 8 where the environment does not say; tables are looked into."""
+    if isinstance(value, Mapping):
+        return {key: _default(entry) for key, entry in value.items()}
+    if isinstance(value, str) and (form := VARIABLE.fullmatch(value)):
+        text = form[1].strip("\"'")
+        return plain_value(text) if text else None
+    return value
+
+
+FORMATS = {
+    "nanotron": FileFormat(
+        layouts="Llama and Qwen2",
+        refuses="families other than Llama and Qwen2",
+        what="a YAML file of nanotron",
+        tool=NANOTRON,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and bool(NANOTRON_MARK.search(source.text)),
+        read=lambda source: read_nanotron(yaml_table(source)),
+    ),
+    "nanogpt": FileFormat(
+        layouts="configurations in Python, from scratch or from GPT-2's weights; scripts that start train.py with one",
+        refuses="a configuration that a script names and that is not there",
+        what="a configuration of nanoGPT",
+        tool=NANOGPT,
+        reads="recipe",
+        sniff=is_nanogpt,
+        read=read_nanogpt,
+    ),
+    "composer": FileFormat(
+        layouts="llm-foundry with and without variables, sizes or Hugging Face names; OLMo's older trainer",
+        refuses="adapters, mixtures of experts; a model or a node's size that the file lacks, until --set",
+        what="a YAML file of llm-foundry or OLMo",
+        tool=FOUNDRY,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and bool(COMPOSER_MARK.search(source.text)),
+        read=read_composer,
+    ),
+    "images": FileFormat(
+        layouts="scripts that start torchvision's references, timm's train.py or PyTorch's ImageNet example",
+        refuses="a model that does not ship, until --set model.name",
+        what="a script that starts a training program of images",
+        tool=TORCHVISION,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in SCRIPTS and bool(IMAGES_MARK.search(source.text)),
+        read=read_images,
+    ),
+    "maxtext": FileFormat(
+        layouts="sizes by name or one by one; scripts that set the keys",
+        refuses="a batch per device that is no whole number of samples",
+        what="a YAML file of MaxText",
+        tool=MAXTEXT,
+        reads="recipe",
+        sniff=is_maxtext,
+        read=lambda source: read_maxtext(overrides_of(source.text) if source.path.suffix in SCRIPTS else yaml_table(source)),
+    ),
+    "primus": FileFormat(
+        layouts="modules as tables or as a list",
+        refuses="frameworks other than Megatron-LM, torchtitan and MaxText",
+        what="a YAML file of Primus",
+        tool=PRIMUS,
+        reads="recipe",
+        sniff=lambda source: source.path.suffix in YAML and all(mark.search(source.text) for mark in PRIMUS_MARKS),
+        read=lambda source: read_primus(yaml_table(source)),
+    ),
+}
