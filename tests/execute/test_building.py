@@ -59,7 +59,7 @@ SEQUENCE = (torch.zeros(2, LENGTH, WIDTH),)
 MODULES: dict[str, Callable[[], tuple[nn.Module, Any, str | None]]] = {
     **{spec.name: lambda spec=spec: zoo_module(spec) for spec in (MLP, RESNET, GPT, VIT, TABLE)},  # type: ignore[misc]
     "lstm": lambda: (Recurrent(nn.LSTM, layers=2, bidirectional=True), SEQUENCE, None),
-    "encoder": lambda: (Encoder(masked=True), SEQUENCE, None),
+    "encoder": lambda: (Encoder(), SEQUENCE, None),
     "listed": lambda: (ListedWeights(), (torch.zeros(2, WIDTH),), None),
 }
 

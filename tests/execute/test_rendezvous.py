@@ -176,9 +176,9 @@ def _refuse_a_pickle(place: ProcessPlace) -> None:
         with pytest.raises(ValueError, match=r"codec|JSON|Expecting"):
             gather_values("harmless")
     else:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        dist.all_gather(sizes, torch.tensor([content.numel()]))
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        lengths = torch.tensor([0, content.numel()])
+        dist.all_reduce(lengths)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: content.numel()] = content
         dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)
     assert not Path("ran").exists()
