@@ -144,7 +144,7 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
             "",
             furthest(rows),
             "",
-            "By line, in percent of the measured peak, over all cases of plans (`execute/records/memory_lines` says what a",
+            "By line, in percent of the measured peak, over all cases of plans (`parsim/program/lifetimes.py` says what a",
             "line means on both sides):",
             "",
             by_line_table(rows),

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
-NAMES = ("analyse", "kernels", "predictions", "prepare", "questions", "programs", "rounds", "cases", "supervise")
+NAMES = ("analyse", "kernels", "predictions", "prepare", "questions", "programs", "cases", "supervise")
 
 Load = Callable[[str], ModuleType]
 

@@ -98,7 +98,7 @@ def test_a_capture_that_fails_is_told_from_a_program_that_cannot_be_built(monkey
     with pytest.raises(SpoiledProcessError, match="could not be captured: RuntimeError: CUDA error"):
         captured()
     with pytest.raises(SpoiledProcessError):
-        own("rounds").build_all([("executor", lambda: "built"), ("cuda graph", captured)])
+        own("programs").build_all([("executor", lambda: "built"), ("cuda graph", captured)])
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_rounds_time_every_program_for_itself(own: Any, slow_s: float) -> None:
     scope = own("questions").ON_A_GPU
     programs = [program(own, device, "executor", slow_s, steps), program(own, device, "eager", 0.005, steps)]
     begin_s = device.host_s()
-    found = own("rounds").interleaved(device, programs, scope, seed=1, remaining_s=1000.0)
+    found = own("programs").interleaved(device, programs, scope, seed=1, remaining_s=1000.0)
     taken_s = device.host_s() - begin_s
     least, most = scope.rounds
     assert least <= found["rounds"] <= most
@@ -161,7 +161,7 @@ def test_rounds_time_every_program_for_itself(own: Any, slow_s: float) -> None:
 def test_the_order_of_turns_is_drawn_anew_for_every_round(own: Any) -> None:
     device, steps = VirtualDriver(launch_s=10e-6, record_s=1e-6), list[str]()
     programs = [program(own, device, name, 0.01, steps) for name in ("executor", "eager", "cuda graph")]
-    found = own("rounds").interleaved(device, programs, own("questions").ON_A_GPU, seed=1, remaining_s=1000.0)
+    found = own("programs").interleaved(device, programs, own("questions").ON_A_GPU, seed=1, remaining_s=1000.0)
     each = found["steps"] + found["untimed"]
     turns = steps[len(programs) * 4 :: each]
     rounds = [tuple(turns[first : first + 4]) for first in range(0, len(turns), 4)]
@@ -174,8 +174,8 @@ def test_a_program_that_cannot_be_built_leaves_the_others(own: Any) -> None:
     def fails() -> Any:
         raise UnsupportedError("needs CUDA")
 
-    programs, failed = own("rounds").build_all([("executor", lambda: "built"), ("cuda graph", fails)])
+    programs, failed = own("programs").build_all([("executor", lambda: "built"), ("cuda graph", fails)])
     assert programs == ["built"]
     assert (failed["cuda graph"]["error"], failed["cuda graph"]["message"]) == ("UnsupportedError", "needs CUDA")
     with pytest.raises(UnsupportedError):
-        own("rounds").build_all([("executor", fails), ("eager", lambda: "built")])
+        own("programs").build_all([("executor", fails), ("eager", lambda: "built")])
