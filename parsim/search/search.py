@@ -445,9 +445,10 @@ def _unsafe_bytes(problem: PlanningProblem, plan: Plan) -> int:
     return max((size for _, size in problem.unsafe_bytes(plan)), default=0)
 
 
-def _rank(entry: JudgedPlan) -> tuple[bool, bool, float]:
-    """The order of the candidates: plans that fit safely, plans that fit, the others; the fastest of them first."""
-    return not entry.fits, not entry.safe, entry.step_s
+def _rank(entry: JudgedPlan) -> tuple[bool, bool, float, int]:
+    """The order of the candidates: plans that fit safely, plans that fit, the others; of them the fastest first, and of equal
+    steps the one on fewer devices."""
+    return not entry.fits, not entry.safe, entry.step_s, entry.plan.mesh.size
 
 
 def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
@@ -728,7 +729,7 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
     ties = [each for each in judged if (each.fits, each.safe) == (best.fits, best.safe) and is_tie(each.step_s, best.step_s)]
     if problem.constraints.dp_shard is not None and best.plan.zero_stage:  # groups were asked for, and ZeRO 0 has none
         ties = [each for each in ties if each.plan.zero_stage]
-    simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), entry.step_s))
+    simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), _rank(entry)))
     if step_s is None:
         return simplest
     for plan in sorted(_simpler(problem, simplest.plan), key=partial(complexity, problem)):

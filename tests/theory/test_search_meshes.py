@@ -141,7 +141,7 @@ def compared(problem: PlanningProblem) -> Mesh:
 
 def test_no_listed_plan_is_faster_than_the_search() -> None:
     """Where four stages win, and where four shards do."""
-    assert compared(four_stages()).pp in (4, 5)  # the loss takes no time: on a device of its own the step is the same
+    assert compared(four_stages()).pp == 4
     assert compared(problem_on_8(10)).tp == 4
 
 
