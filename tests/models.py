@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +48,30 @@ def chain_model(flops: tuple[float, ...] = (1e6, 2e6, 3e6, 2e6), *, elements: in
         components.append(layer(name, (previous,), (weight,), 4 * width, flop))
         previous = f"{name}:0"
     return _with_loss("chain", components, values, previous)
+
+
+def bare_chain(names: Sequence[str], *, elements: int, bytes_per_sample: int) -> Model:
+    """A chain of components without operators, for tests that give tasks their seconds. Each holds `elements`; 0: no weight."""
+    values = ["input:0", *(f"{name}:0" for name in names)]
+    return Model(
+        name="chain",
+        granularity="block",
+        components=tuple(
+            Component(
+                name=name,
+                inputs=(value,),
+                outputs=(f"{name}:0",),
+                parameters=(Parameter(name=f"{name}.weight", elements=elements),) if elements else (),
+            )
+            for name, value in zip(names, values, strict=False)
+        ),
+        values=tuple(
+            Value(name=value, producer=maker, bytes_per_sample=bytes_per_sample)
+            for value, maker in zip(values, (None, *names), strict=True)
+        ),
+        inputs=("input:0",),
+        outputs=(values[-1],),
+    )
 
 
 def residual_model(*, tied: bool = False) -> Model:

@@ -62,6 +62,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
 from tests.execute.interpreted import interpret
 from tests.execute.small_plans import VIT
+from tests.unit.test_loading_prices import LOADING
 from tests.virtual_cuda import VirtualDriver
 
 HERE = "tests.execute.own_data"
@@ -470,31 +471,9 @@ def test_the_line_through_the_reads_is_exact() -> None:
     assert (found.batches, found.readers, found.warm_up_s) == (8, 2, 0.3)
 
 
-LOADING = MeasuredLoading(
-    first_s=1e-3,
-    again_s=1e-3,
-    sample_s=2e-3,
-    passing_s=0.0,
-    handover_s=1e-4,
-    workers=2,
-    cores=4,
-    core_share=0.5,
-    sigma=0.05,
-    repeat_sigma=0.0,
-    global_batch=BATCH,
-    batch=8,
-    batches=30,
-    samples=200,
-    readers=2,
-    taken_s=0.5,
-    prepared_s=0.0,
-    warm_up_s=0.0,
-)
-
-
 @pytest.mark.parametrize(("cores", "share"), [(2, 1.0), (3, 0.5), (4, 0.0), (64, 0.0)])
 def test_workers_take_the_ranks_time_where_no_core_is_left(cores: int, share: float) -> None:
-    assert replace(LOADING, cores=cores).crowding(2) == pytest.approx(share)
+    assert replace(LOADING, workers=2, cores=cores).crowding(2) == pytest.approx(share)
 
 
 def test_what_was_measured_can_be_read_back() -> None:

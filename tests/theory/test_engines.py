@@ -21,8 +21,6 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.static import compile_graph
 from parsim.errors import DeadlockError, GraphError
-from parsim.model.component import Component, Parameter, Value
-from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
@@ -31,6 +29,7 @@ from parsim.program.lower import lower
 from parsim.program.taskgraph import COMPUTE, Origin, Resource, Task, TaskGraph, from_text, to_text
 from parsim.timeline import Timeline
 from parsim.work import Collective, Compute, Phase, SendRecv, is_communication
+from tests.models import bare_chain
 
 RANDOM_GRAPHS = 2000
 
@@ -468,34 +467,15 @@ def test_importing_the_engines_does_not_load_numba() -> None:
 # Closed forms of pipelines, on graphs made by the real lowering. Each formula stands with its hypotheses.
 
 
-def pipeline_plan(
+def pipeline_graph(
     stages: int, microbatches: int, order: str, replicas: int = 1, *, chunks: int = 1, weights: bool = False
-) -> tuple[Plan, Model]:
+) -> TaskGraph:
     """One component per stage (`stages` counts ranks, of `chunks` stages each).
 
     Without weights there is no gradient reduction, no optimizer and nothing to do in the second half of a backward.
     """
     names = [f"c{number}" for number in range(stages * chunks)]
-    values = ["input:0", *(f"{name}:0" for name in names)]
-    model = Model(
-        name="chain",
-        granularity="block",
-        components=tuple(
-            Component(
-                name=name,
-                inputs=(values[number],),
-                outputs=(values[number + 1],),
-                parameters=(Parameter(name=f"{name}.weight", elements=10),) if weights else (),
-            )
-            for number, name in enumerate(names)
-        ),
-        values=tuple(
-            Value(name=value, producer=names[number - 1] if number else None, bytes_per_sample=4)
-            for number, value in enumerate(values)
-        ),
-        inputs=("input:0",),
-        outputs=(values[-1],),
-    )
+    model = bare_chain(names, elements=10 if weights else 0, bytes_per_sample=4)
     mesh = Mesh(pp=stages, dp=replicas)
     plan = Plan(
         strategy="hp",
@@ -508,13 +488,7 @@ def pipeline_plan(
         microbatches=microbatches,
         pipeline_order=order,
     )
-    return plan, model
-
-
-def pipeline_graph(
-    stages: int, microbatches: int, order: str, replicas: int = 1, *, chunks: int = 1, weights: bool = False
-) -> TaskGraph:
-    return lower(*pipeline_plan(stages, microbatches, order, replicas, chunks=chunks, weights=weights))
+    return lower(plan, model)
 
 
 def durations_s(graph: TaskGraph, f: float, b: float, x: float, w: float = 0.0) -> np.ndarray:

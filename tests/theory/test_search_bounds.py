@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import parsim as ps
@@ -312,7 +312,8 @@ FLOOR_MODELS = {
 }
 
 
-def plan_of_floors(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Plan | None:
+def plan_of_floors(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Plan:
+    """Hypothesis draws again where the model has no such plan."""
     try:
         placements = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
         plan = balanced_plan(
@@ -320,13 +321,13 @@ def plan_of_floors(problem: PlanningProblem, mesh: Mesh, microbatches: int, orde
         )
         problem.layout(plan)
     except ParsimError:
-        return None
+        reject()
     return plan
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan | None]:
-    """A problem on devices without memory, and a plan of it; None where there is none with so many stages."""
+def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
+    """A problem on devices without memory, and a plan of it; drawn again where there is none with so many stages."""
     problem = PlanningProblem(
         model=FLOOR_MODELS[draw(st.sampled_from(sorted(FLOOR_MODELS)))],
         cluster=machine(memory_bytes=1),
@@ -335,18 +336,16 @@ def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan | None]:
     )
     mesh, microbatches = draw(st.sampled_from(SMALL_MESHES)), draw(st.sampled_from((1, 2, 4, 8)))
     plan = plan_of_floors(problem, mesh, microbatches, draw(st.sampled_from(ORDERS)))
-    return problem, None if plan is None else replace(plan, zero_stage=draw(st.sampled_from(ZERO_STAGES)))
+    return problem, replace(plan, zero_stage=draw(st.sampled_from(ZERO_STAGES)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(question=questions(), data=st.data())
 def test_no_plan_holds_less_than_its_floor_whatever_it_recomputes(
-    question: tuple[PlanningProblem, Plan | None], data: st.DataObject
+    question: tuple[PlanningProblem, Plan], data: st.DataObject
 ) -> None:
     """With no memory at all, the excess is what a rank holds."""
     problem, plan = question
-    if plan is None:
-        return
     names = sorted(problem.layout(plan).differentiable)
     some = data.draw(st.one_of(st.just(()), st.just(tuple(names)), st.sets(st.sampled_from(names)).map(tuple)))
     held = max(entry.excess_bytes for entry in problem.memory(replace(plan, recompute=some or "none")))
@@ -372,8 +371,6 @@ def test_a_plan_recomputes_no_less_than_its_bound(
 ) -> None:
     ample = PlanningProblem(model=FLOOR_MODELS[model], cluster=machine(memory_bytes=32 * 2**30), global_batch=32)
     plan = plan_of_floors(ample, mesh, microbatches, order)
-    if plan is None:
-        return
     most = max(entry.needed_bytes for entry in ample.memory(plan))
     problem = replace(ample, cluster=machine(memory_bytes=int(share * most)))
     found = recomputed_to_fit(problem, plan)
@@ -398,16 +395,14 @@ def test_no_pipeline_ends_before_the_order_of_its_blocks_lets_it(
 ) -> None:
     problem = PlanningProblem(model=FLOOR_MODELS[model], cluster=machine(), global_batch=32)
     plan = plan_of_floors(problem, mesh, microbatches, order)
-    if plan is not None:
-        plan = replace(plan, recompute=recompute)
-        assert order_bound_s(problem, plan) <= simulated_step(problem, plan, fold=True).step_s
+    plan = replace(plan, recompute=recompute)
+    assert order_bound_s(problem, plan) <= simulated_step(problem, plan, fold=True).step_s
 
 
 def test_a_second_forward_may_run_before_the_gradient_comes() -> None:
     """An earlier bound by the order of blocks let it wait: a plan of 6.4 ms was bounded by 6.8 ms, and left out."""
     problem = PlanningProblem(model=FLOOR_MODELS["gpt"], cluster=machine(), global_batch=32)
     plan = plan_of_floors(problem, Mesh(pp=2), 1, ("1f1b", 1))
-    assert plan is not None
     plan = replace(plan, recompute="full")
     assert order_bound_s(problem, plan) <= simulated_step(problem, plan, fold=True).step_s
 
@@ -430,7 +425,6 @@ def test_one_device_is_no_faster_than_all_computation(name: str) -> None:
     """Portions of the batch are priced at every size: whole, a batch costs less per sample than one by one."""
     problem = PlanningProblem(model=FLOOR_MODELS[name], cluster=machine(1), global_batch=12)
     plan = plan_of_floors(problem, Mesh(), 1, ("1f1b", 1))
-    assert plan is not None
     step_s = simulated_step(problem, plan, fold=True).step_s
     assert 0.5 * step_s < device_bound_s(problem, 1) <= step_s
 
@@ -465,12 +459,10 @@ def sets_left_out(seed: int) -> int:
 @settings(max_examples=60, deadline=None)
 @given(question=questions(), data=st.data())
 def test_a_plan_that_fits_with_recomputation_is_never_refused_it(
-    question: tuple[PlanningProblem, Plan | None], data: st.DataObject
+    question: tuple[PlanningProblem, Plan], data: st.DataObject
 ) -> None:
     """On devices of just what the recomputed plan needs; on devices without room for weights it is refused."""
     problem, plan = question
-    if plan is None:
-        return
     names = sorted(problem.layout(plan).differentiable)
     some = data.draw(st.one_of(st.just(tuple(names)), st.sets(st.sampled_from(names), min_size=1).map(tuple)))
     needed = max(entry.needed_bytes for entry in problem.memory(replace(plan, recompute=some)))

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from parsim.engines import static
 from parsim.execute.cuda.gpu import MemoryUse
-from parsim.model.component import Component, Parameter, Value
-from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.compare import compare
@@ -25,6 +23,7 @@ from parsim.report.page import ReportData, ReportRun, ReportSection
 from parsim.report.tables import memory_levels
 from parsim.timeline import Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv
+from tests.models import bare_chain
 
 MIB = 2**20
 RESNET = (
@@ -39,26 +38,7 @@ HOSTILE = "block<script>alert('x')</script>&\"quoted\""
 
 def step_graph(components: Sequence[str], *, pp: int = 1, dp: int = 1, microbatches: int = 1, samples: int = 16) -> TaskGraph:
     """A gpipe step of a chain on pp stages times dp replicas, with a gradient bucket per four components."""
-    values = ["input:0", *(f"{name}:0" for name in components)]
-    model = Model(
-        name="chain",
-        granularity="block",
-        components=tuple(
-            Component(
-                name=name,
-                inputs=(values[number],),
-                outputs=(values[number + 1],),
-                parameters=(Parameter(name=f"{name}.weight", elements=3 * MIB // 8),),
-            )
-            for number, name in enumerate(components)
-        ),
-        values=tuple(
-            Value(name=value, producer=components[number - 1] if number else None, bytes_per_sample=4 * MIB // samples)
-            for number, value in enumerate(values)
-        ),
-        inputs=("input:0",),
-        outputs=(values[-1],),
-    )
+    model = bare_chain(components, elements=3 * MIB // 8, bytes_per_sample=4 * MIB // samples)
     batch = samples * microbatches * dp
     plan = plan_of("hp", components, pp=pp, dp=dp, microbatches=microbatches, batch=batch)
     return lower(replace(plan, pipeline_order="gpipe", bucket_bytes=6 * MIB), model)
