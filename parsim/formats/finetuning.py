@@ -11,7 +11,7 @@ import re
 from parsim.errors import ConfigError
 from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
 from parsim.formats.scripts import note_hanging, option_values
-from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
 
 # axolotl.
@@ -367,7 +367,7 @@ FORMATS = {
         what="a YAML file of axolotl",
         tool=AXOLOTL,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and bool(AXOLOTL_MARK.search(source.text)),
+        sniff=marked(YAML, AXOLOTL_MARK),
         read=read_axolotl,
     ),
     "torchtune": FileFormat(
@@ -376,7 +376,7 @@ FORMATS = {
         what="a YAML file of torchtune",
         tool=TORCHTUNE,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and bool(TORCHTUNE_MARK.search(source.text)),
+        sniff=marked(YAML, TORCHTUNE_MARK),
         read=read_torchtune,
     ),
     "lightning": FileFormat(
@@ -394,7 +394,7 @@ FORMATS = {
         what="a script that starts OpenRLHF",
         tool=OPENRLHF,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in SCRIPTS and bool(OPENRLHF_PROGRAM.search(source.text)),
+        sniff=marked(SCRIPTS, OPENRLHF_PROGRAM),
         read=read_openrlhf,
     ),
 }

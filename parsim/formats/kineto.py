@@ -22,6 +22,7 @@ import sqlite3
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -432,14 +433,10 @@ class _Counted:
     products: float = 0.0
 
 
-def _product(first: int = 0) -> _Counted:
+def _product(dims: InputShapes, args: Mapping[str, Any], first: int = 0) -> float:
     """[..., m, k] times [..., k, n], inputs `first` and the next."""
-
-    def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
-        a, b = dims[first], dims[first + 1]
-        return 0.0 if len(a) < 2 or len(b) != len(a) or a[-1] != b[-2] else 2.0 * math.prod(a) * b[-1]
-
-    return _Counted(flop, "matmul", first=first)
+    a, b = dims[first], dims[first + 1]
+    return 0.0 if len(a) < 2 or len(b) != len(a) or a[-1] != b[-2] else 2.0 * math.prod(a) * b[-1]
 
 
 def _convolution(dims: InputShapes, args: Mapping[str, Any]) -> float:
@@ -472,7 +469,7 @@ def _grouped_product(dims: InputShapes, args: Mapping[str, Any]) -> float:
     """[tokens, k] times [groups, k, n], each token in one group; [m, tokens] times [tokens, n]; or one product per group."""
     a, b = dims[0], dims[1]
     if len(a) == len(b) or len(a) < 2:
-        return _product().flop(dims, args)
+        return _product(dims, args)
     return 0.0 if (len(a), len(b)) != (2, 3) or a[1] != b[1] else 2.0 * math.prod(a) * b[2]
 
 
@@ -500,9 +497,11 @@ def _attention(phase: str, causal: int, *, tokens: int = 2) -> _Counted:
 
 
 _COUNTED: Mapping[str, _Counted] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product()),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _Counted(_product, "matmul")),
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _Counted(_grouped_product)),
-    **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    **dict.fromkeys(
+        ("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _Counted(partial(_product, first=1), "matmul", first=1)
+    ),
     "aten::convolution_overrideable": _Counted(_convolution),
     **{f"aten::{library}convolution": _Counted(_convolution) for library in ("", "cudnn_", "miopen_", "mkldnn_")},
     "aten::convolution_backward": _Counted(_convolution_backward),

@@ -34,7 +34,7 @@ from parsim.formats.recipe import (
     yaml_table,
 )
 from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, options_of, overrides_of, path_of, walk
-from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES, number_format
@@ -971,7 +971,7 @@ FORMATS = {
         what="a script in Python that takes a recipe of NeMo 2 or Megatron-Bridge",
         tool=NEMO2,
         reads="recipe",
-        sniff=lambda source: source.path.suffix == ".py" and bool(RECIPE_MARK.search(source.text)),
+        sniff=marked((".py",), RECIPE_MARK),
         read=read_nemo,
     ),
 }

@@ -31,7 +31,7 @@ from parsim.costs.communication.measured import fits_of_points
 from parsim.costs.communication.network_fit import fitted_network, log_errors, nearest_network
 from parsim.errors import CostError, ImportedFileError, ProfileError
 from parsim.formats.imports import MachineReading, MachineUpdate
-from parsim.formats.source import SNIFFED, FileFormat, SourceFile, count, finite, listed, shown
+from parsim.formats.source import FileFormat, SourceFile, count, finite, listed, shown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import Network, NetworkPoint, load_network, shipped_networks
@@ -707,7 +707,7 @@ def _group_table(groups: Sequence[FittedGroup]) -> ReportTable:
 def _is_nccl_tests(source: SourceFile) -> bool:
     if source.begins("{"):
         return b'"results"' in source.data and b'"bus_bw"' in source.data
-    return source.is_text and bool(_SNIFFED_ROW.search(source.text[:SNIFFED]))
+    return source.is_text and bool(_SNIFFED_ROW.search(source.head))
 
 
 FORMATS = {

@@ -20,7 +20,7 @@ from parsim.files import read_text
 from parsim.formats.megatron import read_yaml
 from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, VARIABLE, YAML, FileKeys, Recipe, plain_value, yaml_table
 from parsim.formats.scripts import Script, note_hanging, option_values, options_of, overrides_of, walk
-from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.torchtitan import read_toml
 from parsim.formats.trainer import STAGES, take_optimizer
 from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, normalised
@@ -591,7 +591,7 @@ FORMATS = {
         what="a YAML file of nanotron",
         tool=NANOTRON,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and bool(NANOTRON_MARK.search(source.text)),
+        sniff=marked(YAML, NANOTRON_MARK),
         read=lambda source: read_nanotron(yaml_table(source)),
     ),
     "nanogpt": FileFormat(
@@ -609,7 +609,7 @@ FORMATS = {
         what="a YAML file of llm-foundry or OLMo",
         tool=FOUNDRY,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and bool(COMPOSER_MARK.search(source.text)),
+        sniff=marked(YAML, COMPOSER_MARK),
         read=read_composer,
     ),
     "images": FileFormat(
@@ -618,7 +618,7 @@ FORMATS = {
         what="a script that starts a training program of images",
         tool=TORCHVISION,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in SCRIPTS and bool(IMAGES_MARK.search(source.text)),
+        sniff=marked(SCRIPTS, IMAGES_MARK),
         read=read_images,
     ),
     "maxtext": FileFormat(
@@ -636,7 +636,7 @@ FORMATS = {
         what="a YAML file of Primus",
         tool=PRIMUS,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and all(mark.search(source.text) for mark in PRIMUS_MARKS),
+        sniff=marked(YAML, *PRIMUS_MARKS),
         read=lambda source: read_primus(yaml_table(source)),
     ),
 }

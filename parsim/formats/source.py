@@ -11,10 +11,11 @@ import hashlib
 import importlib
 import json
 import pkgutil
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from parsim.units import format_bytes, printable
 MOST_BYTES = 2**29
 """Size of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
 SNIFFED = 2_000_000
-"""Characters at the beginning of a text by which it is recognised."""
+"""Bytes at the beginning of a file by which it is recognised."""
 _CHUNK = 2**20
 _SHOWN = 80
 
@@ -73,18 +74,27 @@ def file_formats() -> Registry[FileFormat]:
     return Registry("file format", FileFormat, rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceFile:
     """A file. Attributes: path: as given. data: its bytes, unpacked."""
 
     path: Path
     data: bytes
 
-    @property
-    def text(self) -> str:
-        """The file as UTF-8 (or UTF-16 with its mark, as Windows shells write); bytes that are none are replaced."""
+    def _decoded(self, most: int | None = None) -> str:
+        """UTF-8 (or UTF-16 with its mark, as Windows shells write); bytes that are none are replaced."""
         encoding = "utf-16" if self.data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-        return self.data.decode(encoding, errors="replace")
+        return self.data[:most].decode(encoding, errors="replace")
+
+    @cached_property
+    def text(self) -> str:
+        """The whole file, decoded once."""
+        return self._decoded()
+
+    @cached_property
+    def head(self) -> str:
+        """The first SNIFFED bytes as text, by which a file is recognised: a large one is not decoded for it."""
+        return self._decoded(SNIFFED)
 
     @property
     def digest(self) -> str:
@@ -107,7 +117,7 @@ class SourceFile:
         Raises: ImportedFileError: it is not JSON, or nested too deep.
         """
         try:
-            return parse_json(self.text)
+            return parse_json(self._decoded())  # not kept beside the document, which may be large
         except json.JSONDecodeError as error:
             raise ImportedFileError(
                 f"{self.path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; {what} that was cut off "
@@ -115,6 +125,11 @@ class SourceFile:
             ) from error
         except ValueError as error:  # an integer of thousands of digits
             raise ImportedFileError(f"{self.path} is not {what}: {error}") from error
+
+
+def marked(suffixes: tuple[str, ...], *marks: re.Pattern[str]) -> Callable[[SourceFile], bool]:
+    """A rule of `FileFormat.sniff`: the name ends with one of these, and all marks are in the text."""
+    return lambda source: source.path.suffix in suffixes and all(mark.search(source.head) for mark in marks)
 
 
 def read_source(path: Path) -> SourceFile:

@@ -36,7 +36,7 @@ from xml.parsers import expat
 from parsim.costs.communication.contention import ports_of
 from parsim.errors import ImportedFileError, ParsimError
 from parsim.formats.imports import MachineReading, MachineUpdate
-from parsim.formats.source import SNIFFED, FileFormat, SourceFile, listed, shown
+from parsim.formats.source import FileFormat, SourceFile, listed, shown
 from parsim.hardware.cluster import NodeShape, Port, cluster_from_profile, node_links
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import device_name
@@ -483,7 +483,7 @@ Pairs = dict[tuple[int, int], str]
 
 def is_rocm_topology(source: SourceFile) -> bool:
     """Whether a file looks like the tables of rocm-smi or amd-smi, or like their JSON."""
-    text = source.text[:SNIFFED]
+    text = source.head
     if source.begins("[", "{"):
         return (
             bool(re.search(r'"link_type"\s*:\s*("|\{)|\(Topology\) Link type between DRM', text))
@@ -819,7 +819,7 @@ FORMATS = {
         refuses="entries that contradict one another; lanes that a GPU of the profile has not",
         what="the output of nvidia-smi topo -m",
         reads="machine",
-        sniff=lambda source: is_topo_matrix(source.text[:SNIFFED]),
+        sniff=lambda source: is_topo_matrix(source.head),
         read=partial(_reading, read_topo_matrix, "nvidia-smi topo -m"),
     ),
     "rocm-topo": FileFormat(

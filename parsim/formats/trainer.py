@@ -27,7 +27,7 @@ from parsim.formats.recipe import (
     yaml_table,
 )
 from parsim.formats.scripts import UNKNOWN, Script, note_hanging, option_values, walk
-from parsim.formats.source import FileFormat, SourceFile
+from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.units import printable
 
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
@@ -427,7 +427,7 @@ FORMATS = {
         what="a YAML file of accelerate config",
         tool=ACCELERATE,
         reads="recipe",
-        sniff=lambda source: source.path.suffix in YAML and bool(ACCELERATE_MARK.search(source.text)),
+        sniff=marked(YAML, ACCELERATE_MARK),
         read=lambda source: read_accelerate(yaml_table(source), source.path),
     ),
 }
