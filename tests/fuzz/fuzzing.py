@@ -14,10 +14,12 @@ import contextlib
 import copy
 import gzip
 import json
+import math
 import random
 import re
 import resource
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
@@ -26,13 +28,21 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from parsim.errors import LONGEST_MESSAGE, ParsimError
-from parsim.files import HOME_VARIABLE
-from parsim.units import CONTROL
+from parsim.files import CONTROL, HOME_VARIABLE
+from parsim.formats.deepspeed import read_deepspeed
+from parsim.formats.imports import timeline_of
+from parsim.formats.kineto import Trace, read_kineto, read_nsys
+from parsim.formats.ledger import ledger_of
+from parsim.formats.nccl_tests import read_nccl_tests, with_measured
+from parsim.formats.source import SourceFile, read_source
+from parsim.formats.topology import MachineTree, read_lstopo, read_topo_matrix, with_links
+from parsim.hardware.compose import load_profile
 
 LIMIT_S, PLANNED_S = 5.0, 20.0
 """Of the processor, to read a file, and to plan what was read: on a machine that others use too, the clock tells nothing."""
@@ -259,6 +269,85 @@ def _limit(processor_s: float) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+def of_another_tool(check: Callable[[SourceFile], None], **given: Any) -> Callable[[Path], object]:
+    """Import a file, and check what its reader makes of it, whether or not the import refuses it."""
+    from parsim.app.foreign import import_file
+
+    def read(path: Path) -> object:
+        try:
+            return import_file(path, **given)
+        finally:
+            check(read_source(path))
+
+    return read
+
+
+def nccl(source: SourceFile) -> None:
+    log = read_nccl_tests(source)
+    assert log.tests
+    assert all(test.rows for test in log.tests)
+    made, groups = with_measured(load_profile("8xh100-sxm"), log, source.digest, "x")
+    assert groups
+    assert len(made.communication.points) == sum(len(test.rows) for test in log.tests)
+
+
+def trace(source: SourceFile, *, read: Callable[[SourceFile], Trace] = read_kineto, peak: float | None = 1e12) -> None:
+    """The parts of the ledger sum to the step, and names are printable."""
+    made = read(source)
+    ledger = ledger_of(made, peak)
+    assert len(timeline_of(made)) > 0
+    assert math.isclose(sum(seconds for _, seconds in ledger.entries()), ledger.step_s, rel_tol=1e-6, abs_tol=1e-9)
+    assert not any(CONTROL.search(name) for name in (*made.activities.names, *made.activities.streams, made.device))
+
+
+def tree(source: SourceFile, *, read: Callable[[SourceFile], MachineTree]) -> None:
+    made = read(source)
+    assert made.gpus > 0
+    assert not any(CONTROL.search(name) for name, _ in made.cards)
+    if made.gpus in (4, 8):
+        with_links(load_profile(f"{made.gpus}x{'a100-sxm-80gb' if made.gpus == 4 else 'h100-sxm'}"), made, source.digest, "x")
+
+
+def deepspeed(source: SourceFile) -> None:
+    read = read_deepspeed(source)
+    assert read.keys
+    assert not any(CONTROL.search(text) for text in (*read.warnings, *read.harmless, *read.auto))
+
+
+def tables_of(database: bytes) -> dict[str, dict[str, Any]]:
+    """An SQLite file as a document, whose values can be replaced."""
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(database)
+    found: dict[str, dict[str, Any]] = {}
+    for (name,) in connection.execute("SELECT name FROM sqlite_master").fetchall():
+        cursor = connection.execute(f"SELECT * FROM {name}")
+        found[name] = {"columns": [column[0] for column in cursor.description], "rows": [list(row) for row in cursor]}
+    return found
+
+
+def database_of(tables: Any) -> bytes:
+    """The other way round: whatever of the document SQLite takes."""
+    refused = (sqlite3.Error, TypeError, KeyError, OverflowError, UnicodeEncodeError)
+    connection = sqlite3.connect(":memory:")
+    for name, table in tables.items() if isinstance(tables, dict) else ():
+        with contextlib.suppress(*refused):
+            columns = ", ".join(f'"{column}"' for column in table["columns"])
+            connection.execute(f'CREATE TABLE "{name}" ({columns})')
+            for row in table["rows"]:
+                with contextlib.suppress(*refused):
+                    connection.execute(f'INSERT INTO "{name}" VALUES ({", ".join("?" * len(table["columns"]))})', row)
+    connection.commit()
+    is_empty = not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    return b"" if is_empty else connection.serialize()  # SQLite does not serialize one in memory that was never written to
+
+
+def nsys_of_tables(path: Path) -> object:
+    """Of a document of tables the database with them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        trace(SourceFile(path, database_of(json.loads(path.read_bytes()))), read=read_nsys, peak=None)
+    return path
+
+
 def readers(folder: Path) -> list[Reader]:
     """Every kind of file that parsim reads, each with a whole one made by its own writer."""
     import numpy as np
@@ -277,7 +366,6 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.execute.job import Job, RunSpec
     from parsim.execute.measurement import RankRecord
     from parsim.execute.streams import TaskTime
-    from parsim.hardware.compose import load_profile
     from parsim.hardware.parts import instance_named, load_network, shipped_networks
     from parsim.hardware.profile import save_profile
     from parsim.model.catalogue.hugging_face import read_config
@@ -290,7 +378,7 @@ def readers(folder: Path) -> list[Reader]:
     from tests.execute.test_calibrate import REQUEST, points_of, synthetic_raw
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
-    from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database
+    from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database, switched_topo
     from tests.unit.test_loading_prices import LOADING
 
     model = chain_model((1e6, 2e6, 3e6))
@@ -340,7 +428,12 @@ def readers(folder: Path) -> list[Reader]:
     (made / "nccl.json").write_text(nccl_json(sizes=(2**10, 2**16, 2**22, 2**28)))
     (made / "trace.json").write_text(json.dumps(gpu_trace()))
     (made / "trace.json.gz").write_bytes(gzip.compress(json.dumps(gpu_trace()).encode(), mtime=0))
+    on_a_cpu = [{**event, "cat": "cpu_op"} for event in gpu_trace()["traceEvents"] if event.get("cat")]
+    (made / "cpu_trace.json").write_text(json.dumps({"traceEvents": on_a_cpu}))
+    (made / "pair.txt").write_text(nccl_text(2, program="sendrecv", redop="none", sizes=(2**10, 2**16, 2**22, 2**28)))
     (made / "topo.txt").write_text(TOPO)
+    (made / "switches.txt").write_text(switched_topo(8))
+    (made / "nsys_tables.json").write_text(json.dumps(tables_of(nsys_database(gpus=2, marked=False))))
     (made / "lstopo.xml").write_text(LSTOPO)
     (made / "nsys.sqlite").write_bytes(nsys_database())
     (made / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
@@ -420,14 +513,18 @@ def readers(folder: Path) -> list[Reader]:
         entry("scenario.toml", load_scenario),
         entry("config.json", lambda path: read_config(ModelSpec(name=str(path)))),
         entry("rank0.json", lambda path: RankRecord.load(path.parent, 0)),
-        entry("nccl.txt", import_file),
-        entry("nccl.json", import_file),
-        entry("trace.json", import_file),
-        entry("trace.json.gz", import_file),
-        entry("topo.txt", lambda path: import_file(path, cluster="4xa100-sxm-80gb")),
-        entry("lstopo.xml", lambda path: import_file(path, cluster="4xa100-sxm-80gb", kind="lstopo")),
-        entry("nsys.sqlite", lambda path: import_file(path, kind="nsys")),
-        entry("deepspeed.json", import_file),
+        entry("nccl.txt", of_another_tool(nccl)),
+        entry("nccl.json", of_another_tool(nccl)),
+        entry("pair.txt", of_another_tool(nccl)),
+        entry("trace.json", of_another_tool(trace)),
+        entry("trace.json.gz", of_another_tool(trace)),
+        entry("cpu_trace.json", of_another_tool(trace)),
+        entry("topo.txt", of_another_tool(partial(tree, read=read_topo_matrix), cluster="4xa100-sxm-80gb")),
+        entry("switches.txt", of_another_tool(partial(tree, read=read_topo_matrix), cluster="8xh100-sxm")),
+        entry("lstopo.xml", of_another_tool(partial(tree, read=read_lstopo), cluster="4xa100-sxm-80gb", kind="lstopo")),
+        entry("nsys.sqlite", of_another_tool(partial(trace, read=read_nsys, peak=None), kind="nsys")),
+        entry("nsys_tables.json", nsys_of_tables),
+        entry("deepspeed.json", of_another_tool(deepspeed)),
         entry("rank0.npy", lambda path: RankRecord.load(path.parent, 0)),
         entry("megatron.sh, planned", planned, "megatron.sh"),
         entry("nemo.yaml, planned", planned, "nemo.yaml"),

@@ -11,10 +11,11 @@ pytest.importorskip("torch")
 
 from parsim.errors import ConfigError
 from tests.fuzz import fuzzing
-from tests.fuzz.fuzzing import Reader, fuzz, play, readers, recorded, table
+from tests.fuzz.fuzzing import Reader, failure_of, fuzz, play, readers, recorded, table
 from tests.quick import some_quick
 
 CASES = 40
+OF_OTHER_TOOLS = ("nccl.txt", "trace.json", "topo.txt", "lstopo.xml", "nsys.sqlite", "deepspeed.json")
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,27 @@ def test_damaged_files_are_read_or_refused(every: tuple[Path, list[Reader]], pla
     for reader in found:
         if reader.is_planned == planned:
             assert fuzz(reader, folder / "cases", CASES, seed=1)[1] == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "        1024   256   float  sum  -1 " + "1.0 " * 50_000,
+        "1 " * 200_000,
+        "# Rank 0 " * 50_000,
+        "GPU0 " * 50_000,
+        "[" * 100_000,
+        '{"traceEvents": ' + "[" * 5_000 + "]" * 5_000 + "}",
+        '{"train_batch_size": ' + "9" * 5_000 + "}",
+        "\x1b[" * 100_000,
+    ],
+    ids=lambda text: text.strip()[:12],
+)
+def test_files_of_other_tools_that_are_made_to_be_slow_are_not(every: tuple[Path, list[Reader]], text: str) -> None:
+    folder, found = every
+    for reader in found:
+        if reader.file in OF_OTHER_TOOLS:
+            assert failure_of(reader, folder / "cases", text.encode()) == "", reader.name
 
 
 def test_the_record_goes_on_where_it_ends_and_forgets_what_was_mended(tmp_path: Path) -> None:

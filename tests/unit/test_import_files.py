@@ -20,7 +20,7 @@ from parsim.errors import ImportedFileError
 from parsim.formats.deepspeed import read_deepspeed
 from parsim.formats.kineto import KINDS, flop_of, read_kineto
 from parsim.formats.ledger import ledger_of
-from parsim.formats.source import MOST_BYTES, SourceFile
+from parsim.formats.source import MOST_BYTES, SourceFile, read_source
 from parsim.formats.topology import read_topo_matrix
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
@@ -551,6 +551,13 @@ def test_wrong_targets_and_options_are_refused(tmp_path: Path) -> None:
         ps.import_file(write(tmp_path / "y", ""))
     with pytest.raises(ImportedFileError, match="cannot read"):
         ps.import_file(tmp_path / "no")
+
+
+@pytest.mark.parametrize("cut", [3, 12, 500, -1])
+def test_a_damaged_archive_is_refused(tmp_path: Path, cut: int) -> None:
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps(gpu_trace()).encode())[:cut])
+    with pytest.raises(ImportedFileError, match="damaged gzip"):
+        read_source(tmp_path / "t.json.gz")
 
 
 def test_an_archive_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
