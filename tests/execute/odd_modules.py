@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 WIDTH, CLASSES, TOKENS, VOCABULARY = 8, 3, 5, 11
-
-
-class Siamese(nn.Module):
-    """One tower, run twice; a loss of distances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
-
-    def forward(self, one: Tensor, other: Tensor, same: Tensor) -> Tensor:
-        distance = (self.tower(one) - self.tower(other)).pow(2).sum(-1)
-        return same * distance + (1 - same) * F.relu(1.0 - (distance + 1e-6).sqrt()).pow(2)
 
 
 class VAE(nn.Module):
@@ -40,45 +25,6 @@ class VAE(nn.Module):
         return reconstruction + 0.1 * kl, reconstruction, kl
 
 
-class DiffusionUNet(nn.Module):
-    """Sinusoidal time steps, skip connections, group norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.time = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
-        self.inward = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.norm = nn.GroupNorm(2, WIDTH)
-        self.down = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(WIDTH, WIDTH, 4, stride=2, padding=1)
-        self.out = nn.Conv2d(2 * WIDTH, 3, 3, padding=1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        half = WIDTH // 2
-        rates = torch.exp(-math.log(10_000) * torch.arange(half, device=x.device, dtype=x.dtype) / half)
-        angles = t[:, None].to(x.dtype) * rates[None]
-        scale, shift = self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, :, None, None].chunk(2, 1)
-        high = self.inward(x)
-        hidden = F.silu(self.norm(high) * (1 + scale) + shift)
-        return self.out(torch.cat([high, self.up(F.silu(self.down(hidden)))], 1))
-
-
-class DLRM(nn.Module):
-    """Dense features and bags of sparse ones, all pairs of which meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bottom = nn.Linear(WIDTH, 4)
-        self.bags = nn.ModuleList(nn.EmbeddingBag(20, 4, mode="sum") for _ in range(3))
-        self.top = nn.Sequential(nn.Linear(4 + 6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
-
-    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        low = self.bottom(dense)
-        every = torch.stack([low, *(bag(sparse[:, number]) for number, bag in enumerate(self.bags))], 1)
-        pairs = torch.bmm(every, every.transpose(1, 2))
-        rows, columns = torch.tril_indices(4, 4, offset=-1)
-        return self.top(torch.cat([low, pairs[:, rows, columns]], 1)).squeeze(1)
-
-
 class FlatBags(nn.Module):
     """EmbeddingBag on flat indices with offsets."""
 
@@ -89,43 +35,6 @@ class FlatBags(nn.Module):
     def forward(self, indices: Tensor) -> Tensor:
         offsets = torch.arange(indices.shape[0], device=indices.device) * indices.shape[1]
         return self.head(self.bag(indices.reshape(-1), offsets))
-
-
-class MessagePassing(nn.Module):
-    """A graph per sample; messages are added up at their targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message, self.update, self.head = nn.Linear(2 * WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, nodes: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        batch, count, width = nodes.shape
-        flat = nodes.reshape(-1, width)
-        first = torch.arange(batch, device=nodes.device)[:, None] * count
-        source, target = (source + first).reshape(-1), (target + first).reshape(-1)
-        for _ in range(2):
-            messages = self.message(torch.cat([flat[source], flat[target]], -1)).relu()
-            gathered = torch.zeros_like(flat).index_add(0, target, messages)
-            flat = self.update(gathered, flat)
-        return self.head(flat.view(batch, count, width).mean(1))
-
-
-class Perceiver(nn.Module):
-    """Latents that belong to no sample attend to what does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(4, WIDTH))
-        self.cross, self.own = (nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        latents = self.latents.unsqueeze(0).expand(x.shape[0], -1, -1)
-        latents = latents + self.cross(latents, x, x, need_weights=False)[0]
-        for _ in range(2):
-            normed = self.norm(latents)
-            latents = latents + self.own(normed, normed, normed, need_weights=False)[0]
-        return self.head(latents.mean(1))
 
 
 class NeRF(nn.Module):
@@ -149,69 +58,6 @@ class NeRF(nn.Module):
         return ((alpha * left)[..., None] * self.colour(hidden).sigmoid()).sum(1)
 
 
-class Seq2Seq(nn.Module):
-    """A GRU encoder, additive attention, and teacher forcing: the decoder reads the true token before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder, self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.GRUCell(2 * WIDTH, WIDTH)
-        self.query, self.key, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        memory, last = self.encoder(self.table(source))
-        state, keys, made = last[0], self.key(memory), []
-        shifted = torch.cat([torch.zeros_like(target[:, :1]), target[:, :-1]], 1)
-        for step in range(target.shape[1]):
-            weights = self.score(torch.tanh(self.query(state)[:, None] + keys)).softmax(1)
-            context = (weights * memory).sum(1)
-            state = self.cell(torch.cat([self.table(shifted[:, step]), context], -1), state)
-            made.append(self.head(state))
-        return F.cross_entropy(torch.stack(made, 1).flatten(0, 1), target.flatten())
-
-
-class ConvLSTM(nn.Module):
-    """Frames one after the other, a state of images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates, self.out = nn.Conv2d(2 + 4, 4 * 4, 3, padding=1), nn.Conv2d(4, 2, 1)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        batch, _, _, height, width = frames.shape
-        state = frames.new_zeros(batch, 4, height, width)
-        cell = torch.zeros_like(state)
-        for frame in frames.unbind(1):
-            into, forget, out, new = self.gates(torch.cat([frame, state], 1)).chunk(4, 1)
-            cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
-            state = out.sigmoid() * cell.tanh()
-        return self.out(state)
-
-
-class Conformer(nn.Module):
-    """Half feed-forward, attention, convolution with GLU and BatchNorm, half feed-forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = (
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(2)
-        )
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.wide, self.narrow = nn.Conv1d(WIDTH, 2 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
-        self.deep, self.batch_norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), nn.BatchNorm1d(WIDTH)
-        self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + 0.5 * self.before(x)
-        normed = self.norm(x)
-        x = x + self.attention(normed, normed, normed)[0]
-        inner = F.glu(self.wide(x.transpose(1, 2)), 1)
-        x = x + self.narrow(F.silu(self.batch_norm(self.deep(inner)))).transpose(1, 2)
-        return self.head(self.last(x + 0.5 * self.after(x)))
-
-
 class KAN(nn.Module):
     """Splines on every edge: a grid in a buffer, an einsum over basis functions."""
 
@@ -224,41 +70,6 @@ class KAN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         basis = torch.exp(-((x[..., None] - self.grid) ** 2))
         return F.silu(x) @ self.base.t() + torch.einsum("big,oig->bo", basis, self.spline)
-
-
-class TopTwo(nn.Module):
-    """Two experts per token with a capacity; what does not fit is dropped. One-hot dispatch, as in GShard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4, bias=False)
-        self.up, self.down = nn.Parameter(0.3 * torch.randn(4, WIDTH, 16)), nn.Parameter(0.3 * torch.randn(4, 16, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        capacity = 2 * x.shape[1] // 4 + 1
-        gates = self.router(x).softmax(-1)
-        values, chosen = gates.topk(2, -1)
-        hot = F.one_hot(chosen, 4).to(x.dtype)
-        place = (hot.flatten(1, 2).cumsum(1) - 1).view_as(hot)
-        kept = hot * (place < capacity)
-        slot = F.one_hot((place * hot).sum(-1).long().clamp(max=capacity - 1), capacity).to(x.dtype)
-        combine = torch.einsum("btk,btke,btkc->btec", values / values.sum(-1, keepdim=True), kept, slot)
-        sent = torch.einsum("btec,btd->becd", (combine > 0).to(x.dtype), x)
-        done = torch.einsum("becf,efd->becd", torch.einsum("becd,edf->becf", sent, self.up).relu(), self.down)
-        return self.head(torch.einsum("btec,becd->btd", combine, done).mean(1))
-
-
-def parametrized() -> nn.Module:
-    """Weight norm, spectral norm (buffers of power iterations) and an orthogonal weight."""
-    return nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
-        nn.ReLU(),
-        parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        nn.ReLU(),
-        parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
-        nn.Linear(WIDTH, CLASSES),
-    )
 
 
 def old_norms() -> nn.Module:
@@ -283,22 +94,6 @@ class _Cubed(nn.Module):
 def compiled() -> nn.Module:
     """A compiled part inside a plain module."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.compile(_Cubed()), nn.Linear(WIDTH, CLASSES))  # type: ignore[arg-type]
-
-
-class MaskedAttention(nn.Module):
-    """nn.MultiheadAttention with a causal mask, padding, and its weights used too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.attention, self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH + TOKENS, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        mask = torch.triu(torch.full((TOKENS, TOKENS), float("-inf"), device=x.device, dtype=x.dtype), 1)
-        padding = torch.zeros_like(x[..., 0]).masked_fill(tokens == 0, -1e4)
-        out, weights = self.attention(x, x, x, attn_mask=mask, key_padding_mask=padding)
-        return self.head(torch.cat([out, weights], -1))
 
 
 class Spectral(nn.Module):
@@ -399,23 +194,6 @@ class Teacher(nn.Module):
             self.centre.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
             self.calls += 1
         return self.head(hidden - self.centre.clone())
-
-
-class LoRA(nn.Module):
-    """Wraps a frozen layer."""
-
-    def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.down = nn.Parameter(0.1 * torch.randn(rank, inner.in_features))
-        self.up = nn.Parameter(0.1 * torch.randn(inner.out_features, rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + (x @ self.down.t()) @ self.up.t() * 2.0
-
-
-def adapted() -> nn.Module:
-    return nn.Sequential(LoRA(nn.Linear(WIDTH, WIDTH)), nn.GELU(), LoRA(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, CLASSES))
 
 
 class Hooked(nn.Module):
