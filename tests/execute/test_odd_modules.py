@@ -1,7 +1,7 @@
 """Odd but realistic modules train through the executor as plain torch does, or are refused with the way round.
 
-`odd_modules` has those that tests/matrix lacks. Each takes three steps of Adam in float64 as one rank, whole and in two microbatches. The reference is
-the module's own forward, with autograd and torch's optimizer.
+`odd_modules` has those that tests/matrix lacks. Each takes three steps of Adam in float64 as one rank, whole and in two
+microbatches. The reference is the module's own forward, with autograd and torch's optimizer.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from parsim.program.templates import lower_columns
 from parsim.search.by_hand import custom_plan
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
 from tests.models import residual_model
+from tests.theory.test_folding import assert_same_answer
 
 RULES = (
     "average/1",
@@ -341,13 +342,7 @@ def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text
     assert folded.folding.is_folded
     assert len(folded.folding.ranks) < 12
     assert folded.compiled.size < whole.compiled.size
-    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
-    assert folded.result.lower_bound_s == pytest.approx(whole.result.lower_bound_s, rel=1e-9)
-    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
-    assert len(folded.breakdown) == len(whole.breakdown) == 12
-    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
-        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
-    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+    assert_same_answer(folded, whole)
 
 
 @pytest.mark.parametrize(
@@ -373,13 +368,7 @@ def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
     whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
     assert len(folded.folding.ranks) == kinds
     assert folded.folding.weights == (24 // kinds,) * kinds
-    for read in (lambda each: each.step_s.median, lambda each: each.lower_bound_s, lambda each: each.step_s.p95):
-        assert read(folded.result) == pytest.approx(read(whole.result), rel=1e-9)
-    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
-    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
-    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
-        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
-        assert one.exposed_communication_s == pytest.approx(other.exposed_communication_s, rel=1e-6, abs=1e-12)
+    assert_same_answer(folded, whole)
 
 
 @pytest.mark.slow
