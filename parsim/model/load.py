@@ -200,17 +200,18 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
 
 
 @lru_cache(maxsize=64)
-def _load(spec: ModelSpec, granularity: str, content: str) -> Model:
+def _load(spec: ModelSpec, granularity: str, content: str, *, halves: bool = True) -> Model:
+    """`halves`: also what the model takes under autocast; a preset has it anyway."""
     for stem, (name, args) in PRESETS.items():
         if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
             return replace(load_preset(stem, granularity), loss=loss_of(spec))
-    return _stored_or_traced(spec, granularity, "float32", content)
+    return _stored_or_traced(spec, granularity, "float32", content, halves=halves)
 
 
-def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
+def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str, *, halves: bool) -> Model:
     """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
     if folder() is None:
-        return trace_spec(spec, granularity, weights=weights)
+        return trace_spec(spec, granularity, weights=weights, halves=halves)
     what = {**spec.to_dict(), "granularity": granularity, "weights": weights}
     if is_config(spec.name):
         del what["name"]
@@ -221,12 +222,12 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     if objective := spec.objective():
         _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = user_sources()
-    key = key_of(what)
+    keys = [key_of({**what, "halves": more}) for more in dict.fromkeys((True, halves))]  # one with them serves who needs none
     begins = f"trace of {spec.name}("
-    if kept := read(key):
+    if kept := next(filter(None, map(read, keys)), None):
         return replace(kept, name=_model_name(spec), source=begins + kept.source)
-    traced = trace_spec(spec, granularity, weights=weights)
-    write(key, replace(traced, source=traced.source.removeprefix(begins)))
+    traced = trace_spec(spec, granularity, weights=weights, halves=halves)
+    write(keys[-1], replace(traced, source=traced.source.removeprefix(begins)))
     return traced
 
 
@@ -237,28 +238,23 @@ def _model_name(spec: ModelSpec) -> str:
 @lru_cache(maxsize=16)
 def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
     """The Model traced with other weights, its operators as in fp32."""
-    full = _load(spec, granularity, content)
-    traced = _stored_or_traced(spec, granularity, weights, content)
+    full = _load(spec, granularity, content, halves=False)
+    traced = _stored_or_traced(spec, granularity, weights, content, halves=False)
 
     def priced(component: Component) -> Component:
         whole = full.component(component.name)
-        shardings = tuple(
-            replace(entry, operators=whole.sharding(entry.rule).operators, half=None) for entry in component.shardings
-        )
+        shardings = tuple(replace(entry, operators=whole.sharding(entry.rule).operators) for entry in component.shardings)
         selective = component.selective
         if selective is not None:
             selective = None if whole.selective is None else replace(selective, operators=whole.selective.operators)
-        return replace(component, operators=whole.operators, shardings=shardings, half=None, selective=selective)
+        return replace(component, operators=whole.operators, shardings=shardings, selective=selective)
 
-    return replace(
-        traced,
-        components=tuple(priced(component) for component in traced.components),
-        values=tuple(replace(value, half=None) for value in traced.values),
-    )
+    return replace(traced, components=tuple(priced(component) for component in traced.components))
 
 
-def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
+def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", halves: bool = True) -> Model:
     """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
+    `halves`: also under autocast.
     Raises TraceError: a module that cannot be cut. MissingDependencyError: torch is not installed."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
@@ -293,6 +289,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
             loss=kind.loss,
             example=example,
             declared=kind.inputs_in_order,
+            halves=halves,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
     notes = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))

@@ -341,6 +341,16 @@ def test_one_load_builds_the_module_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(built) == 1
 
 
+def test_a_load_in_bf16_leaves_what_one_for_autocast_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Weights in bf16 need no forward under autocast, and take a Model that has one where it is kept."""
+    monkeypatch.setenv("PARSIM_MODEL_CACHE", str(tmp_path))
+    narrow = load_model(spec("Counted"), weights="bfloat16")
+    wide = load_model(spec("Counted"))
+    assert all(component.half is None for component in narrow.components)
+    assert all(component.half is not None for component in wide.components)
+    assert [component.operators for component in narrow.components] == [component.operators for component in wide.components]
+
+
 class Counted(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, 2))

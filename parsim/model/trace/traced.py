@@ -214,8 +214,10 @@ def model_of(
     source: str = "",
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
+    halves: bool = True,
 ) -> Model:
     """The Model of a module in training mode, whatever the batch of the example inputs.
+    `halves`: also what it takes under autocast.
     `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
     the order of the forward's arguments; integers that no table has rows for are a ModelError."""
     kind = type(module).__name__
@@ -224,9 +226,10 @@ def model_of(
     if not module.training:
         module.train()
     largest: TracedForward | None = None
+    under_autocast: ForwardsInHalf | None = None
     try:
         if example:
-            small, large, halves = _followed(module, args, kwargs, granularity, loss)
+            small, large, under_autocast = _followed(module, args, kwargs, granularity, loss, halves=halves)
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
@@ -236,7 +239,8 @@ def model_of(
                 return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast)
 
             small, large = (first if batch == first.batch else forward(batch, None) for batch in batches)
-            halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
+            if halves:
+                under_autocast = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
             if has_pairs(small, large):
                 largest = forward(2 * batches[1] - batches[0], None)
         notes: list[str] = []
@@ -266,10 +270,12 @@ def model_of(
         loss=loss or "",
         loss_form="" if form == SUM else form,
     )
+    if under_autocast is None:
+        return model
     try:
-        if isinstance(halves, TraceError):
-            raise halves
-        model = with_half_precision(model, *halves)
+        if isinstance(under_autocast, TraceError):
+            raise under_autocast
+        model = with_half_precision(model, *under_autocast)
     except TraceError as error:
         assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
         model = replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
@@ -308,8 +314,8 @@ def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]])
 
 
 def _followed(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
-) -> tuple[TracedForward, TracedForward, ForwardsInHalf]:
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None, *, halves: bool
+) -> tuple[TracedForward, TracedForward, ForwardsInHalf | None]:
     """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
     once = args, kwargs
     twice = _resized(args, kwargs, lambda leaf: torch.cat([leaf, leaf]))
@@ -319,7 +325,8 @@ def _followed(
     def again(inputs: tuple[tuple[Any, ...], Mapping[str, Any]], autocast: torch.dtype | None) -> TracedForward:
         return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast, example=True, answers=answers)
 
-    return first, again(twice, None), _under_autocast(lambda: (again(once, HALF), again(twice, HALF)))
+    second = again(twice, None)
+    return first, second, _under_autocast(lambda: (again(once, HALF), again(twice, HALF))) if halves else None
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
