@@ -26,12 +26,13 @@ AXOLOTL_SAME_TIME = re.compile(
     r"fsdp_config\.(fsdp_)?(auto_wrap|backward|cpu_ram|forward|limit|state_dict|sync|transformer_layer|use_orig|"
     r"final_state|version|reshard)|fsdp_version|flash_attention|sdp_attention|xformers|attn_|gradient_checkpointing_kwargs|"
     r"ddp_|plugins|loss_watchdog|bos_|pad_to|strict|axolotl_config|use_tensorboard|comet|overrides_of_model|"
-    r"remove_unused|dataset_|skip_|sample_packing_|multipack|micro_batch_|include_)"
+    r"flash_attn|flex_att|liger_layer_norm|remove_unused|dataset_|skip_|sample_packing_|multipack|micro_batch_|include_)"
 )
 AXOLOTL_LEFT_OUT = {
     "sample_packing": "every sample has all its tokens, and attention reaches over the whole of it",
     "group_by_length": "every sample has all its tokens",
     "unfrozen_parameters": "all parameters train",
+    "fp8_enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
     "liger_rope": "kernels are those of the eager model",
     "liger_rms_norm": "kernels are those of the eager model",
     "liger_glu_activation": "kernels are those of the eager model",
@@ -62,7 +63,8 @@ def read_axolotl(source: SourceFile) -> Recipe:
     recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
     if keys.flag("fp8"):
         recipe.training["precision"] = "fp8"
-    keys.flag("tf32")
+    for key in ("tf32", "fp16"):
+        keys.flag(key)
     if adapter := keys.text("adapter"):
         linear = ["all"] if keys.flag("lora_target_linear") else None
         base = stored_base(keys, nested=True)  # axolotl/loaders/model.py sets bnb_4bit_use_double_quant
@@ -202,7 +204,7 @@ LIGHTNING_SAME_TIME = re.compile(
     r"deterministic|benchmark|inference|use_dist|profiler|detect|barebones|plugins|sync_batchnorm|reload|default_root|fast_dev|"
     r"overfit|gradient_clip|strategy\.init_args\.(find_unused|static_graph|process_group|timeout|state_dict|auto_wrap|save_dist))|"
     r"data\.|optimizer\.init_args|optimizer\.|lr_scheduler|ckpt_path|out_dir|data$|eval|logger|tokenizer|resume|"
-    r"initial_checkpoint|train\.(save|log|lr_|max_|epochs|min_lr|tie|warmup|max_norm|beta|weight_decay)|model_config\.|access_token|"
+    r"initial_checkpoint|train\.(save|log|lr_|learning|max_|epochs|min_lr|tie|warmup|max_norm|beta|weight_decay)|model_config\.|access_token|"
     r"model\.|precision$|hparams)"
 )
 LIGHTNING_LEFT_OUT = {"trainer.strategy.init_args.cpu_offload": "parameters and states stay on the device"}
@@ -241,6 +243,11 @@ def read_lightning(source: SourceFile) -> Recipe:
     recipe.tp = keys.number(f"{where}strategy.init_args.tensor_parallel_size", default=1)
     if keys.text(f"{where}strategy.init_args.activation_checkpointing_policy", default=""):
         recipe.recompute = "full"
+    if litgpt and recipe.processes != 1:
+        if "checkpoint_dir" in keys.values:  # its finetune_* recompute blocks under FSDP
+            recipe.recompute = "full"
+        else:  # its pretrain divides within a machine, and compiles
+            recipe.replicate = nodes
     recipe.software = {"framework": "deepspeed" if "deepspeed" in word else "fsdp" if recipe.zero else "ddp"}
     recipe.micro_batch = keys.number(
         "train.micro_batch_size", "data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", default=0
@@ -300,7 +307,7 @@ def is_lightning(source: SourceFile) -> bool:
 
 
 OPENRLHF = "OpenRLHF"
-OPENRLHF_PROGRAM = re.compile(r"\bopenrlhf\.cli\.(train_\w+)")
+OPENRLHF_PROGRAM = re.compile(r"\bopenrlhf\.cli\.(train_\w+)|\b(train_\w+)\.py\b(?=[^|;&]*--(?:actor_)?micro_train_batch_size)")
 SUPERVISED = "train_sft"
 PRECISIONS = {"bf16": "bf16", "fp16": "amp_fp16", "fp32": "fp32"}
 SWITCHES = {"bf16", "gradient_checkpointing", "adam_offload", "load_in_4bit", "packing_samples"}
@@ -326,7 +333,7 @@ OPENRLHF_LEFT_OUT = {
 
 def read_openrlhf(source: SourceFile) -> Recipe:
     """A script. Raises ConfigError for a training with rollouts or with a second model."""
-    programs = set(OPENRLHF_PROGRAM.findall(source.text))
+    programs = {name or older for name, older in OPENRLHF_PROGRAM.findall(source.text)}
     if programs != {SUPERVISED}:
         raise ConfigError(
             f"{OPENRLHF}: it starts {', '.join(sorted(programs))}, with rollouts or beside a second model, which no plan of "

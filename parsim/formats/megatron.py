@@ -22,6 +22,7 @@ from parsim.formats.recipe import (
     SCRIPTS,
     VARIABLE,
     YAML,
+    FileKeys,
     PlannedRecipe,
     Recipe,
     Transformer,
@@ -29,15 +30,16 @@ from parsim.formats.recipe import (
     flat_table,
     layers_of_stages,
     read_back,
+    take_adapters,
     transformer_of,
     whole_number,
     yaml_table,
 )
-from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, options_of, overrides_of, path_of, walk
+from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, option_values, options_of, overrides_of, path_of, walk
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
-from parsim.model.formats import STATE_BYTES, number_format
+from parsim.model.formats import STATE_BYTES
 from parsim.plans.stages import with_ends
 
 NAME = "Megatron-LM"
@@ -60,7 +62,8 @@ SAME_TIME = re.compile(
     r"use-cpu-init|rotary-pct|output-layer-|scaled-|bias-gelu|checkpoint-|synchronize-|attention-config|gradient-clip|allgather-|"
     r"enabled|steps-per-print|wall-clock|initial-scale|reduce-|overlap-comm|contiguous-|partition-act|gpt-j-residual|launcher|"
     r"train-tokens|deepspeed|no-pipeline|num-gpus|use-flash-attn-v2|empty-unused|tiktoken|no-create-attention|no-mmap|mtp-loss|"
-    r"ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
+    r"mlp-type|activation$|stage3-|sub-group|packing|merge-lora|dataset|max-epochs|moe-loss|moe-(train|eval|min)-cap|create-moe|force-multi|num-nodes|hostfile|rms-norm-eps|"
+    r"keep-last|extra-save|moe-shared-expert-overlap|sync-cuda|buffer-size|constant-steps|ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
     r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)"
 )
 """Beginnings of options that change neither the time nor the memory of a step."""
@@ -68,6 +71,8 @@ SAME_TIME = re.compile(
 LEFT_OUT = {
     "cpu-offloading": "activations stay on the device: --cpu-offloading-num-layers says of how many layers they do not",
     "cpu-offloading-weights": "weights stay on the device",
+    "cpu-offload-params": "parameters stay on the device",
+    "deepspeed-config": "the file is not read: the ZeRO stage is that of --zero-stage, or 0",
     "optimizer-cpu-offload": "the optimizer's state stays on the device: only all of it can be in the host's memory",
     "optimizer-offload-fraction": "all of the optimizer's state lies in one place",
     "cuda-graph-impl": "the host's launches are not modelled for parts",
@@ -153,6 +158,8 @@ OLDER_NAMES = {
     "num-key-value-heads": "num-query-groups",
     "ds-sequence-parallel-size": "context-parallel-size",
     "pad-vocab-size-to": "padded-vocab-size",
+    "expert-interval": "moe-layer-freq",
+    "max-length": "seq-length",
 }
 """Options of older releases, of Megatron-DeepSpeed and of Pai-Megatron-Patch: today's."""
 STATED_OFF = frozenset({"tp-comm-overlap", "overlap-param-gather"})
@@ -171,8 +178,40 @@ def read_script(text: str) -> Recipe:
             f"{NAME}: pretrain_{encoder[1]}.py trains no stack of alike layers, which these options describe; give such a "
             "model by name or as an nn.Module (`parsim models` lists t5-3b and vit-l-16)"
         )
-    recipe = _recipe(NAME, options_of(text))
+    options = options_of(text)
+    if swift := SWIFT.search(text):
+        return _read_swift(swift[1], options, text)
+    recipe = _recipe(NAME, options)
     return replace(recipe, args=recipe.args | {"causal": False}) if encoder else recipe
+
+
+SWIFT = re.compile(r"\bmegatron\s+(sft|pt|rlhf|export)\b")
+"""Of a script that starts Megatron-SWIFT."""
+
+
+def _read_swift(task: str, options: dict[str, list[str]], text: str) -> Recipe:
+    """ms-swift's own starter of Megatron-Core, by its defaults: the model by name, 16 bits, ZeRO 1, LoRA where it is asked for.
+
+    Source: modelscope/ms-swift, swift/megatron/arguments.
+    """
+    if task not in ("sft", "pt"):
+        raise ConfigError(f"{NAME}: megatron {task} is no supervised training; only megatron sft and megatron pt are read")
+    if options.get("torch-dtype", ["bfloat16"])[0] == "bfloat16":
+        options.setdefault("bf16", [])
+    options.setdefault("use-distributed-optimizer", [])
+    model = " ".join(options.pop("model", options.pop("mcore-model", ["(none)"])))
+    kind = (options.pop("tuner-type", None) or options.pop("train-type", None) or ["full"])[0]
+    keys = FileKeys(NAME, option_values(text))
+    recipe = _recipe(NAME, options, model)
+    if kind != "full":
+        take_adapters(
+            *(recipe, keys, "tuner_type", kind),
+            r=keys.number("lora_rank", default=8),
+            alpha=keys.rate("lora_alpha"),
+            targets=options.get("target-modules") or ["all"],
+        )
+        recipe.unknown = [key for key in recipe.unknown if key.removeprefix("--").partition("-")[0] not in ("lora", "target")]
+    return recipe
 
 
 def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
@@ -226,6 +265,11 @@ def _read_neox(document: Mapping[str, Any]) -> Recipe:
     table = document.get("optimizer")
     kind = str(table.get("type", "adam")) if isinstance(table, Mapping) else "adam"
     options: dict[str, list[str]] = {"optimizer": ["sgd" if kind.lower() == "sgd" else "adam"]}
+    if str(flat.get("pipe-parallel-size")) == "0":  # no pipeline engine
+        del flat["pipe-parallel-size"]
+    if flat.get("mlp-type") == "llama":  # three products without biases; megatron/model/transformer.py, LLaMAParallelMLP
+        inner = 256 * math.ceil(8 * whole_number(NEOX, "hidden_size", flat.get("hidden-size", 0)) // 3 / 256)
+        flat = {"swiglu": True, "disable-bias-linear": True, "intermediate-size": inner} | flat
     for key, value in flat.items():
         name, text = NEOX_WORDS.get(key, {}).get(str(value).lower(), (NEOX_NAMES.get(key, key), str(value)))
         if value is not False and value is not None:
@@ -237,6 +281,10 @@ def _read_neox(document: Mapping[str, Any]) -> Recipe:
     again = options.pop("gradient-accumulation-steps", ["1"])[0]
     recipe = _recipe(NEOX, options)
     recipe.local_batch = recipe.micro_batch * whole_number(NEOX, "gradient_accumulation_steps", again, least=1)
+    if not flat.keys() & {"train-micro-batch-size-per-gpu", "train-batch-size"}:
+        recipe.missing["training.global_batch"] = "no batch is in the file, which GPT-NeoX reads together with others"
+    if not options.keys() & {"fp16", "bf16", "precision"}:
+        recipe.left_out["precision"] = "none is in the file: fp32 is taken"
     if flat.get("gpt-j-residual"):
         recipe.left_out["gpt_j_residual"] = "attention and the MLP of a layer run one after the other"
     return recipe
@@ -326,10 +374,10 @@ RESIZED = {
     "moe-ffn-hidden-size": "expert_ffn",
 }
 """Options that change a model by name."""
-TOKENIZERS = {"GPT2BPETokenizer": 50257}
+TOKENIZERS = {"GPT2BPETokenizer": 50257, "20B_tokenizer.json": 50277}
+"""Vocabularies of tokenizers that have one file alone, by type or by the name of the file."""
 MERGED = "GPT2BPETokenizer"
 """The tokenizer of a script that names a file of merges and no other tokenizer."""
-"""Vocabularies of tokenizers that have one file alone."""
 LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
 """Options of multi-latent attention by argument of the model."""
 LAYOUT = "pipeline-model-parallel-layout"
@@ -416,8 +464,6 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     low = any([options.text("fp8-format"), *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))])
     high = "bf16" if options.flag("bf16") else "amp_fp16" if options.flag("fp16") else "fp32"
     training["precision"] = "nvfp4" if options.text("fp4-format") else "fp8" if low else high
-    if number_format(training["precision"]).beside:
-        args["fp8_casts"] = True
     optimizer = options.text("optimizer", "adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
     moments = {options.words.get(name, [""])[0] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
@@ -444,6 +490,8 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     if "optimizer-cpu-offload" in words and _is_one(words.get("optimizer-offload-fraction", ["1"])):
         recipe.optimizer_offload = options.flag("optimizer-cpu-offload")  # all of the state, or it stays
         options.text("optimizer-offload-fraction")
+    if len(set(words.get("num-experts", []))) > 1:
+        recipe.left_out["--num-experts"] = f"layers have {' '.join(words['num-experts'])}: all have the first number"
     if offloaded := options.number("cpu-offloading-num-layers", 0):
         recipe.offloaded_layers = offloaded
         options.flag("cpu-offloading")
@@ -537,7 +585,9 @@ def _shape(options: _Options) -> dict[str, Any]:
         args["embedding_norm"] = True
     if alibi:
         args["alibi"] = True
-    elif not rotary and (positions := options.number("max-position-embeddings", 0)):
+    elif (
+        not rotary and not options.flag("no-position-embedding") and (positions := options.number("max-position-embeddings", 0))
+    ):
         args["positions"] = positions
     if head_dim := options.number("kv-channels", 0):
         args["head_dim"] = head_dim
@@ -545,16 +595,18 @@ def _shape(options: _Options) -> dict[str, Any]:
     if groups and (options.flag("group-query-attention") or groups != heads):
         args["kv_heads"] = groups
     if (experts := options.number("num-experts", 0)) > 1:
-        args |= {"experts": experts, "active": options.number("moe-router-topk", 2)}
+        by_deepspeed = options.framework == NEOX or "deepspeed" in options.words  # which routes to one, in every second layer
+        args |= {"experts": experts, "active": options.number("moe-router-topk", 1 if by_deepspeed else 2)}
         args["expert_ffn"] = options.number("moe-ffn-hidden-size", 0) or ffn
         layers = max(layers, 1)
         shared = options.number("num-shared-experts", 0) * args["expert_ffn"]
         args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
         # Layers without experts, which parsim has first; of other patterns their number.
-        pattern = options.text("moe-layer-freq", "1")
+        usual = "2" if by_deepspeed else "1"
+        pattern = options.text("moe-layer-freq", usual)
         counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
         dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
-        every = options.number("moe-layer-freq", 1, least=1) if pattern.isdigit() else 0
+        every = options.number("moe-layer-freq", int(usual), least=1) if pattern.isdigit() else 0
         args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
     if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
@@ -565,7 +617,8 @@ def _shape(options: _Options) -> dict[str, Any]:
 def _tokens_known(options: _Options) -> int:
     """The vocabulary of a tokenizer that has one alone, or that is named as a model which ships; 0: not known."""
     default = MERGED if "merge-file" in options.words else ""
-    if tokens := TOKENIZERS.get(options.text("tokenizer-type") or default, 0):
+    file = Path(" ".join(options.words.get("vocab-file", []))).name
+    if tokens := TOKENIZERS.get(file) or TOKENIZERS.get(options.text("tokenizer-type") or default, 0):
         return tokens
     for name in ("tokenizer-model", "tokenizer-name-or-path"):
         row = named(" ".join(options.words.get(name, [])))
@@ -834,7 +887,7 @@ STARTS_OTHERS = re.compile(
 """Of a script that starts torchtitan, a Trainer of Hugging Face or MaxText."""
 STARTS = re.compile(
     r"--(num[-_]layers|(tensor|pipeline)[-_]model[-_]parallel[-_]size|(micro|global)[-_]batch[-_]size|hidden[-_]size)\b|"
-    r"\bpretrain_\w+\.py"
+    r"\bpretrain_\w+\.py|\bmegatron\s+(sft|pt|rlhf)\b"
 )
 """Of a script that gives the options of Megatron-LM."""
 ENCODERS = re.compile(r"\bpretrain_(bert|t5|ict|retro|vision\w*|vlm)\.py")

@@ -1,9 +1,10 @@
-"""Tools that pretrain, read: MaxText and Primus, nanotron, nanoGPT, llm-foundry and OLMo, and programs for images.
+"""Tools that pretrain, read: MaxText and Primus, Levanter, nanotron, nanoGPT, llm-foundry and OLMo, and programs for images.
 
-Key names are those of src/MaxText/configs/base.yml (AI-Hypercomputer/maxtext), AMD-AGI/Primus, src/nanotron/config
-(huggingface/nanotron), train.py and model.py (karpathy/nanoGPT), TrainConfig and MPTConfig (mosaicml/llm-foundry), OLMo's older
-trainer (allenai/OLMo, olmo/config.py), references/classification/train.py (pytorch/vision), train.py
-(huggingface/pytorch-image-models) and imagenet/main.py (pytorch/examples).
+Key names are those of TrainerConfig and LlamaConfig (stanford-crfm/levanter), src/MaxText/configs/base.yml
+(AI-Hypercomputer/maxtext), AMD-AGI/Primus, src/nanotron/config (huggingface/nanotron), train.py, model.py (karpathy/nanoGPT),
+TrainConfig and MPTConfig (mosaicml/llm-foundry), OLMo's older trainer (allenai/OLMo, olmo/config.py),
+references/classification/train.py (pytorch/vision), train.py (huggingface/pytorch-image-models) and imagenet/main.py
+(pytorch/examples).
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from typing import Any
 from parsim.errors import ConfigError
 from parsim.files import read_text
 from parsim.formats.megatron import read_yaml
-from parsim.formats.recipe import LARGEST_BYTES, SCRIPTS, VARIABLE, YAML, FileKeys, Recipe, plain_value, yaml_table
-from parsim.formats.scripts import Script, note_hanging, option_values, options_of, overrides_of, walk
+from parsim.formats.recipe import (
+    LARGEST_BYTES,
+    SCRIPTS,
+    VARIABLE,
+    YAML,
+    FileKeys,
+    Recipe,
+    file_named,
+    plain_value,
+    whole_number,
+    yaml_table,
+)
+from parsim.formats.scripts import Script, note_hanging, option_values, options_of, overrides_of, walk, words_of
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.torchtitan import read_toml
 from parsim.formats.trainer import STAGES, take_optimizer
-from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, normalised
+from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, named, normalised
 from parsim.model.catalogue.zoo import IMAGENET
 from parsim.units import printable
 
@@ -56,9 +68,14 @@ NANOTRON_SAME_TIME = re.compile(
     r"optimizer\.(learning_rate_scheduler|optimizer_factory)\.|model\.init_method\.|model\.ddp_bucket_cap_mb$|"
     r"model\.model_config\.(max_position_embeddings|rope_|.*_token_id|initializer_range|rms_norm_eps|use_cache|hidden_act|"
     r"pretraining_tp)|parallelism\.pp_engine$|optimizer\.(accumulate_grad_in_fp32|clip_grad|weight_decay)|"
-    r"tokens\.(train_steps|val_check_interval|limit_)"
+    r"tokens\.(train_steps|val_check_interval|limit_)|model\.model_config\.(_|z_loss|moe_config\.(token_disp|router_aux|use_torch))|"
+    r"parallelism\.(tp_recompute_allgather|expert_parallel_size)|optimizer\.weight_decay_excl"
 )
-NANOTRON_LEFT_OUT = {"parallelism.tp_linear_async_communication": "tensor-parallel communication is not hidden behind products"}
+NANOTRON_LEFT_OUT = {
+    "parallelism.tp_linear_async_communication": "tensor-parallel communication is not hidden behind products",
+    "model.model_config.sliding_window_size": "attention reaches over the whole sample",
+    "model.model_config.moe_config.layers": "all layers have experts",
+}
 
 
 def read_nanotron(document: Mapping[str, Any]) -> Recipe:
@@ -89,6 +106,14 @@ def read_nanotron(document: Mapping[str, Any]) -> Recipe:
         **FAMILIES[families[0]],
         "seq": number("tokens.sequence_length"),
     }
+    if "model.model_config.attention_bias" in flat:
+        recipe.args["qkv_bias"] = keys.flag("model.model_config.attention_bias")
+    moe = "model.model_config.moe_config"
+    if experts := number(f"{moe}.num_experts", default=0):
+        inner = number(f"{moe}.moe_intermediate_size", default=args["ffn"])
+        recipe.args |= {"experts": experts, "active": number(f"{moe}.top_k", default=1), "expert_ffn": inner}
+        if keys.flag(f"{moe}.enable_shared_expert"):
+            recipe.args["shared_ffn"] = number(f"{moe}.shared_expert_intermediate_size", default=inner)
     recipe.micro_batch = number("tokens.micro_batch_size")
     recipe.local_batch = recipe.micro_batch * number("tokens.batch_accumulation_per_replica")
     recipe.zero = number("optimizer.zero_stage", default=0)
@@ -173,9 +198,8 @@ def _assigned(source: SourceFile) -> dict[str, Any]:
         constants = walk(source, Script()).constants
         return {key: value for key, value in constants.items() if value is not None}
     named = STARTS.search(source.text)
-    name = Path(named[1] if named is not None else "")
-    places = [folder / part for folder in source.path.parents for part in (name, Path(name.name))]
-    file = next((place for place in places if place.is_file()), None)
+    name = named[1] if named is not None else ""
+    file = file_named(name, source.path)
     if file is None:
         raise ConfigError(f"{NANOGPT}: the configuration {name} that the script names is not beside it; give that file itself")
     given = {key.replace("-", "_"): plain_value(words[0]) for key, words in options_of(source.text).items() if words}
@@ -209,11 +233,10 @@ COMPOSER_SAME_TIME = re.compile(
     r"attn_config\.(attn_impl|attn_pdrop|rope_|softmax|clip_qkv|alibi_bias|prefix)|no_bias|max_seq|norm_eps|logit_scale)|"
     r"fsdp(_config)?\.(limit|activation_checkpointing_reent|use_orig|sync_module|state_dict|verbose|backward|forward|"
     r"wrapping|flatten|load_|precision|mixed|cpu_offload)|ddp\.|"
-    r"compile\.(mode|fullgraph|dynamic)|gen1_gc|find_unused|canc|module_outputs|max_|new_style|try_load|keep_)"
+    r"fused_loss|auxiliary_loss|sharded_checkpointer|model\.norm_after|compile\.(mode|fullgraph|dynamic)|gen1_gc|find_unused|canc|module_outputs|max_|new_style|try_load|keep_)"
 )
 COMPOSER_LEFT_OUT = {
     "fsdp_config.activation_cpu_offload": "kept activations stay on the device",
-    "model.attention_layer_norm": "queries and keys are not normalised",
     "model.attn_config.sliding_window_size": "attention reaches over the whole sample",
 }
 
@@ -276,7 +299,7 @@ def _divided(keys: FileKeys, recipe: Recipe) -> None:
 def _mpt(keys: FileKeys) -> dict[str, Any]:
     """Sizes of an MPT, by MPTConfig's defaults."""
     args: dict[str, Any] = {name: keys.number(f"model.{key}") for name, key in SIZES.items()}
-    ratio = keys.number("model.expansion_ratio", default=4)
+    ratio = keys.number("model.expansion_ratio", "model.ffn_config.expansion_ratio", default=4)
     kind = keys.text("model.ffn_config.ffn_type", default="mptmlp")
     if kind not in ("mptmlp", "mptglu"):
         raise ConfigError(
@@ -320,6 +343,7 @@ def _olmo(keys: FileKeys) -> dict[str, Any]:
         "bias": keys.flag("model.include_bias", default=True),
         "tied": keys.flag("model.weight_tying", default=True),
         "kv_heads": heads,
+        "qk_norm": keys.flag("model.attention_layer_norm"),
         **({"alibi": True} if keys.flag("model.alibi") else {"rotary": True} if keys.flag("model.rope") else {}),
     }
 
@@ -424,6 +448,7 @@ def _is_timm(options: dict[str, Any]) -> bool:
 
 MAXTEXT = "MaxText"
 MAXTEXT_MARK = re.compile(r"^[ \t]*(ici|dcn)_\w+_parallelism\s*:|^[ \t]*per_device_batch_size\s*:", re.MULTILINE)
+MAXTEXT_KEYS = re.compile(r"\b(per_device_batch_size|(ici|dcn)_\w+_parallelism)=")
 MAXTEXT_STARTS = re.compile(r"\bmaxtext[./]", re.IGNORECASE)
 MAXTEXT_AXES = {
     "tp": ("tensor", "tensor_transpose", "tensor_sequence"),
@@ -450,7 +475,7 @@ MAXTEXT_SAME_TIME = re.compile(
     r"learning_rate|warmup|cosine|adam_|gradient_clip|eval|save_|load_|data_shuffle|enable_goodput|monitor|packing|use_iota|"
     r"mu_dtype|hardware|jax_|compile|metrics|gcs_|tensorboard|init_|dropout|rope_|normalization|mlp_activations|"
     r"logits_|attention$|attention_type|scan_layers|shard_mode|num_slices|expansion|grain|remat_policy|megablox|sparse_matmul|"
-    r"base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
+    r"max_prefill|base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
     r"allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
 )
 MAXTEXT_LEFT_OUT = {
@@ -522,6 +547,21 @@ def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
     return recipe
 
 
+def _read_maxtext_script(source: SourceFile) -> Recipe:
+    """A script, whose keys count more than those of the file that it names; one that is not there names the model at most."""
+    keys, words = overrides_of(source.text), words_of(source.text)
+    name = next((word for word in words if word.endswith(YAML) and Path(word).stem != "base"), "")
+    if (file := file_named(name, source.path)) is not None:
+        return read_maxtext(yaml_table(SourceFile(file, file.read_bytes())) | keys)
+    if not name or "per_device_batch_size" in keys:
+        return read_maxtext(keys)
+    recipe = read_maxtext(keys, "" if "model_name" in keys else Path(name).stem)
+    recipe.missing["training.global_batch"] = (
+        f"per_device_batch_size may be in {Path(name).name}, which is not beside the script"
+    )
+    return recipe
+
+
 def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
     """Ranks of these axes, inside and between slices together; `free`: for an axis that takes what is left (-1)."""
     found = [keys.text(f"{place}_{word}_parallelism", default="1") for word in words for place in ("ici", "dcn")]
@@ -533,8 +573,80 @@ def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
 def is_maxtext(source: SourceFile) -> bool:
     """Whether a file is one of MaxText, or a script that starts it with keys of its own."""
     if source.path.suffix in SCRIPTS:
-        return "per_device_batch_size=" in source.text and bool(MAXTEXT_STARTS.search(source.text))
+        return bool(MAXTEXT_KEYS.search(source.text) and MAXTEXT_STARTS.search(source.text))
     return source.path.suffix in YAML and "framework:" not in source.text and bool(MAXTEXT_MARK.search(source.text))
+
+
+# Levanter.
+
+
+LEVANTER = "Levanter"
+LEVANTER_MARKS = (re.compile(r"^trainer *:", re.MULTILINE), re.compile(r"^[ \t]+mp *: *[\"']?[pcf]", re.MULTILINE))
+"""The policy of precision, which no other tool's table `trainer` has."""
+LEVANTER_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"layers": 12, "hidden": 768, "heads": 12, "seq": 1024},
+    "llama": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "seq": 2048}
+    | {"gated": True, "norm": "rms", "rotary": True, "bias": False, "tied": False},
+}
+"""Defaults by model.type, which is gpt2 where it is not set; mistral and qwen are as llama."""
+LEVANTER_SIZES = {
+    "layers": "num_layers",
+    "hidden": "hidden_dim",
+    "heads": "num_heads",
+    "ffn": "intermediate_dim",
+    "seq": "seq_len",
+}
+LEVANTER_SIZES |= {"kv_heads": "num_kv_heads"}
+LEVANTER_SAME_TIME = re.compile(
+    r"(data|optimizer|tokenizer|alpha$|use_hf|initialize_from|hf_|z_loss|epoch|eval|max_(eval|train)|lora_|"
+    r"model\.(use_flash|flash_att|scale_attn|upcast|initializer|layer_norm|attn_(pdrop|dropout)|embed_pdrop|resid_pdrop|rope|"
+    r"reference|activation|attn_backend|dropout|use_bias)|"
+    r"trainer\.(wandb|tracker|num_train|steps_per|learning_rate|weight_decay|min_lr|warmup|checkpoint|load_|ray|id$|seed|"
+    r"profiler|batch_axis|tensor_parallel_axes|fsdp_axis|axis_|parameter_axis|replica_|max_|require|log_|distributed|"
+    r"initialize_from|per_device_eval|jax|quantization$|allow_))"
+)
+
+
+def read_levanter(source: SourceFile) -> Recipe:
+    """A file of Levanter. Raises ConfigError for sizes that cannot be; `missing` notes a tokenizer that another file names."""
+    keys = FileKeys(LEVANTER, yaml_table(source))
+    recipe = Recipe(framework=LEVANTER)
+    kind = keys.text("model.type", default="gpt2")
+    if name := keys.text("initialize_from_hf") if keys.flag("use_hf_model_config") else "":
+        recipe.name_model("initialize_from_hf", name)
+        recipe.args = {"seq": keys.number("model.seq_len")} if "model.seq_len" in keys.values else {}
+    else:
+        family = "llama" if kind in ("mistral", "qwen", "qwen3") else kind
+        if family not in LEVANTER_SHAPES:
+            raise ConfigError(f"{LEVANTER}: model.type = {printable(kind)} must be one of gpt2, llama, mistral, qwen and qwen3")
+        usual = LEVANTER_SHAPES[family]
+        sizes = {arg: keys.number(f"model.{key}", default=usual.get(arg, 0)) for arg, key in LEVANTER_SIZES.items()}
+        recipe.args = usual | {arg: size for arg, size in sizes.items() if size}
+        if family == "gpt2":
+            recipe.args["positions"] = recipe.args["seq"]
+        tokenizer = keys.text("data.tokenizer", default="" if isinstance(keys.values.get("data"), str) else "gpt2")
+        row = named(tokenizer)
+        if row is None or row.shape is None:
+            which = printable(tokenizer) or "which another file names"
+            recipe.missing["model.args.vocab"] = f"the tokenizer ({which}) is of no model that ships"
+        else:
+            recipe.args["vocab"] = row.shape.vocab
+    recipe.tp = keys.number("trainer.model_axis_size", default=1)
+    local = keys.text("trainer.per_device_parallelism", "trainer.per_device_train_batch_size", default="-1")
+    recipe.micro_batch = 0 if local == "-1" else whole_number(LEVANTER, "per_device_parallelism", local)
+    recipe.training["global_batch"] = keys.number("trainer.train_batch_size", default=512)
+    if "trainer.train_batch_size" not in keys.values and recipe.micro_batch:
+        del recipe.training["global_batch"]
+    policy = keys.text("trainer.mp", default="f32")
+    low, weights = "bfloat16" in policy, re.search(r"p(arams)?=b", policy)
+    recipe.training |= {"precision": ("bf16" if weights else "amp_bf16") if low else "fp32", "optimizer": "adamw_fused"}
+    take_optimizer({"adam": "adamw_fused"}.get(kind := keys.text("optimizer.type", default="adam"), kind), recipe)
+    mapped = any(key.startswith(("trainer.axis_mapping", "trainer.parameter_axis")) for key in keys.values)
+    embedded = any(key.endswith(("axis_mapping.embed", "axis_resources.embed")) for key in keys.values)
+    recipe.zero = 3 if embedded or "trainer.fsdp_axis" in keys.values or not mapped else 0
+    recipe.recompute = "full" if keys.flag("model.gradient_checkpointing", default=True) else "none"
+    keys.sort(recipe, left_out={}, ignored=LEVANTER_SAME_TIME)
+    return recipe
 
 
 # Primus. The module that trains is read by the reader of its framework, with the model by name.
@@ -628,7 +740,16 @@ FORMATS = {
         tool=MAXTEXT,
         reads="recipe",
         sniff=is_maxtext,
-        read=lambda source: read_maxtext(overrides_of(source.text) if source.path.suffix in SCRIPTS else yaml_table(source)),
+        read=lambda source: _read_maxtext_script(source) if source.path.suffix in SCRIPTS else read_maxtext(yaml_table(source)),
+    ),
+    "levanter": FileFormat(
+        layouts="gpt2, llama, mistral and qwen by their sizes, or by the model that weights are from",
+        refuses="other types of models; a tokenizer that another file names, until --set",
+        what="a YAML file of Levanter",
+        tool=LEVANTER,
+        reads="recipe",
+        sniff=marked(YAML, *LEVANTER_MARKS),
+        read=read_levanter,
     ),
     "primus": FileFormat(
         layouts="modules as tables or as a list",

@@ -118,7 +118,8 @@ class Recipe:
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
         settings |= {f"software.{key}": value for key, value in self._software().items()}
         settings |= {f"plan.{key}": value for key, value in self.plan_keys.items()}
-        settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
+        casts = {CASTS: True} if self._is_low() else {}
+        settings |= {"model.args": casts | self.args, "plan.mesh": mesh, **self._states(dp)}
         settings["plan.microbatches"] = microbatches
         if self.input_shape:
             settings["model.input_shape"] = list(self.input_shape)
@@ -136,6 +137,11 @@ class Recipe:
                 settings["plan.stage_layers"] = list(self.stage_layers)
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
+
+    def _is_low(self) -> bool:
+        """Whether inputs of products are cast to a lower format."""
+        precision = self.training.get("precision")
+        return is_transformer(self.model) and precision is not None and bool(number_format(precision).beside)
 
     def _software(self) -> dict[str, Any]:
         """Keys of [software]; none where the framework is known without an axis that the file has."""
@@ -379,6 +385,18 @@ def stored_base(keys: FileKeys, *, nested: bool = False) -> dict[str, Any]:
     return {"base": "int8"} if eight or bits == "8" else {}
 
 
+LONGEST_NAME = 200
+"""Letters of a file's name."""
+
+
+def file_named(name: str, path: Path) -> Path | None:
+    """The file that another one names: as it is, below a folder around that one, or beside it by its last name."""
+    if any(len(part) > LONGEST_NAME for part in Path(name).parts):
+        return None
+    places = [Path(name), *(folder / name for folder in path.parents), path.parent / Path(name).name]
+    return next((place for place in places if place.is_file()), None)
+
+
 LARGEST_COUNT = 10**12
 LONGEST_SHOWN = 100
 MOST_YAML_NODES = 100_000
@@ -406,7 +424,8 @@ def yaml_table(source: SourceFile) -> dict[str, Any]:
             f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
         ) from error
     try:
-        loader = yaml.SafeLoader(source.text)
+        loader = type("Loader", (yaml.SafeLoader,), {})(source.text)
+        loader.add_multi_constructor("!", lambda _, tag, node: f"!{tag}")  # `!include x`: what it stands for is not here
         node = loader.get_single_node()
         if node is not None and _yaml_nodes(node, {}) > MOST_YAML_NODES:
             raise ConfigError(f"its aliases (*name) stand for more than {MOST_YAML_NODES:,} values; write it without them")
@@ -468,8 +487,9 @@ def is_framework_file(path: Path) -> bool:
 
 
 WHOSE = (
-    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Lightning, axolotl, "
-    "torchtune, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or TrainingArguments, or a torchtitan TOML"
+    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Levanter, Lightning, "
+    "axolotl, torchtune, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or TrainingArguments, or a "
+    "torchtitan TOML"
 )
 
 

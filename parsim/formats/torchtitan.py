@@ -83,7 +83,7 @@ SCHEDULES: dict[str, tuple[str, int]] = {
 """torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
 
 SAME_TIME = frozenset(
-    {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug", "optimizer"}
+    {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug"}
 )
 SAME_BEGINNINGS = ("model.converters", "float8.", "training.mixed_precision", "training.global_batch_size")
 IGNORED = frozenset(
@@ -91,7 +91,7 @@ IGNORED = frozenset(
     optimizer.name optimizer.lr optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay optimizer.implementation
     optimizer.fused optimizer.foreach training.max_norm training.steps training.dataset training.dataset_path training.seed
     training.deterministic training.gc_freq training.gc_debug training.data_parallel_replicate_degree training.warmup_steps
-    model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype
+    model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype optimizer.state_dtype
     activation_checkpoint.mode activation_checkpoint.selective_ac_option
     activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
     parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
@@ -102,6 +102,7 @@ ASYNC_TENSOR = "parallelism.enable_async_tensor_parallel"
 LEFT_OUT = {
     ASYNC_TENSOR: "tensor-parallel communication is not hidden behind products",
     "parallelism.enable_compiled_autograd": "autograd runs eagerly",
+    "optimizer.early_step_in_backward": "gradients are kept until all are there",
     "training.enable_cpu_offload": "all stays on the device; plan.optimizer_offload moves the states, not the parameters",
     "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
     "training.mixed_precision_reduce": "gradients are reduced in the width of the weights",
@@ -165,12 +166,16 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
     if "nvfp4" in words or "fp8" in words or "float8" in words or flat.get("float8.enable_float8_linear"):
-        recipe.training["precision"], recipe.args["fp8_casts"] = "nvfp4" if "nvfp4" in words else "fp8", True
+        recipe.training["precision"] = "nvfp4" if "nvfp4" in words else "fp8"
         if "nvfp4" in words or "mxfp8" in words:
             recipe.left_out["model.converters"] = f"{words} of all products in the layers, with the scales of whole tensors"
     else:
         bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
         recipe.training["precision"] = "bf16" if bf16 else "fp32"
+    if flat.get("training.dtype") == "bfloat16":  # the weights themselves, without copies in fp32
+        recipe.training["master_weights"] = False
+    if (state := {"bfloat16": "bf16"}.get(str(flat.get("optimizer.state_dtype")))) is not None:
+        recipe.training["state_dtype"] = state
     kind = "adam" if str(flat.get("optimizer.name", "AdamW")).lower() == "adam" else "adamw"
     fused = flat.get("optimizer.implementation", "fused") not in ("foreach", "for-loop")
     recipe.training["optimizer"] = f"{kind}_fused" if fused else kind

@@ -22,17 +22,18 @@ from parsim.formats.recipe import (
     YAML,
     FileKeys,
     Recipe,
+    file_named,
     stored_base,
     take_adapters,
     yaml_table,
 )
-from parsim.formats.scripts import UNKNOWN, Script, note_hanging, option_values, walk
+from parsim.formats.scripts import UNKNOWN, Script, note_hanging, option_values, walk, words_of
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.units import printable
 
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
-MARK = re.compile(r"(^|[\s\"'{,])per_device_train_batch_size[\"']?\s*:", re.MULTILINE)
-SCRIPT_MARK = re.compile(r"--per[-_]device[-_]train[-_]batch[-_]size\b")
+MARK = re.compile(r"^per_device_train_batch_size\s*:|[\"']per_device_train_batch_size[\"']\s*:", re.MULTILINE)
+SCRIPT_MARK = re.compile(r"--per[-_]device[-_]train[-_]batch[-_]size\b|\bswift\s+(sft|pt|rlhf)\b")
 PYTHON_MARK = re.compile(r"\b(Seq2Seq)?TrainingArguments\(|\b(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config\(")
 ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
 
@@ -51,7 +52,8 @@ SAME_TIME = re.compile(
     r"nnodes|node_rank|master|num_machines|num_processes|use_deepspeed|use_fsdp|multi_gpu|num_gpus|hostfile|include$|split$|"
     r"input_dir|fuse_|to_static|min_learning|distributed_dataloader|continue_training|unified_checkpoint|sharding_parallel_config|"
     r"tensor_parallel_config|pipeline_parallel_config|amp_|scale_loss|lora_dropout|nodes$|ntasks|gres|freeze_vit|pref_|use_reentrant|bnb_4bit_compute|"
-    r"torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
+    r"streaming|attn_impl|model_author|model_name$|with_tracking|eos_token|assistant_only|packing_strategy|use_v1|fp8_backend|"
+    r"mm_(use|vision_select|patch|projector_type)|torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
 )
 LEFT_OUT = {
     "packing": "every sample has all its tokens",
@@ -67,7 +69,9 @@ LEFT_OUT = {
     "ddp_bucket_cap_mb": "buckets are those of the plan",
     "galore_target_modules": "the optimizer's state is that of AdamW",
     "vision_tower": "the vision tower is not in the model: it trains the language model on text",
-    "config_file": "the YAML of accelerate is not read here, which may divide states: give --set plan.zero_stage=3",
+    "config_file": "the YAML of accelerate is not there, which may divide states: give --set plan.zero_stage=3",
+    "use_liger": "losses and norms are those of the eager model",
+    "fp8_enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
     "average_tokens_across_devices": "the loss is that of each replica",
 }
 STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3, "hybrid_shard_zero2": 2, "no_shard": 0}
@@ -78,14 +82,10 @@ EIGHT_BITS = ("8bit", "bnb", "4bit")
 
 def read_arguments(source: SourceFile) -> Recipe:
     """TrainingArguments. Raises ConfigError for adapters that are not LoRA's, or for a DeepSpeed config that is not there."""
-    if source.path.suffix in SCRIPTS:
-        document = _options_of_script(source)
-    elif source.path.suffix in PROGRAMS:
-        document = _keys_of_calls(walk(source, Script()))
-    else:
-        document = source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
+    document = _document(source)
     if not isinstance(document, Mapping):
         raise ConfigError("it holds no table of keys")
+    plugin = _accelerated(source, document)
     config = document.get("deepspeed")
     inside = config if isinstance(config, Mapping) else None
     keys = FileKeys(NAME, {key: value for key, value in document.items() if not (key == "deepspeed" and inside)})
@@ -100,7 +100,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     recipe.micro_batch = keys.number("per_device_train_batch_size", default=8)
     recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
     recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
-    recipe.software["compiled"] = keys.flag("torch_compile")
+    recipe.software["compiled"] = keys.flag("torch_compile") or bool(plugin and plugin.software["compiled"])
     loaded = keys.text("torch_dtype", "dtype").removeprefix("torch.")
     in_half = loaded in ("bfloat16", "bf16")
     if keys.flag("pure_bf16") or in_half:
@@ -109,7 +109,10 @@ def read_arguments(source: SourceFile) -> Recipe:
         recipe.training["precision"] = "bf16"
     else:
         half = "amp_bf16" if keys.flag("bf16") else "amp_fp16" if keys.flag("fp16") else ""
-        recipe.training["precision"] = half or ("tf32" if keys.flag("tf32") else "fp32")
+        usual = plugin.training["precision"] if plugin is not None else "fp32"
+        recipe.training["precision"] = half or ("tf32" if usual == "fp32" and keys.flag("tf32") else usual)
+    if keys.flag("fp8"):
+        recipe.training["precision"] = "fp8"
     _take_adapters(recipe, keys)
     take_optimizer(keys.text("optim", default="adamw_torch_fused"), recipe)
     fsdp = keys.text("fsdp").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
@@ -126,11 +129,95 @@ def read_arguments(source: SourceFile) -> Recipe:
         _take_deepspeed(json.dumps(inside), source.path, recipe)
     elif path := keys.text("deepspeed"):
         take_deepspeed_file(path, source.path, recipe)
+    if plugin is not None:
+        _take_plugin(plugin, recipe, divided=bool(fsdp or inside is not None or keys.values.get("deepspeed")))
     if in_half and not recipe.zero and recipe.software["framework"] == "hf-trainer" and "tune" not in recipe.training:
         recipe.training["master_weights"] = False  # FSDP and DeepSpeed keep weights in fp32 beside those that compute
     _read_paddle(keys, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
+
+
+def _document(source: SourceFile) -> Any:
+    if source.path.suffix in SCRIPTS:
+        options = _options_of_script(source)
+        file = _arguments_of(source)
+        return options if file is None else _document(file) | options
+    if source.path.suffix in PROGRAMS:
+        return _keys_of_calls(walk(source, Script()))
+    return source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
+
+
+STARTS = re.compile(r"\b(accelerate\s+launch|llamafactory-cli\s+train|trl\s+(sft|dpo|grpo|kto|orpo|reward))\b")
+"""Of a script that starts a Trainer, whose arguments may be in a file that it names."""
+
+
+def _arguments_of(source: SourceFile) -> SourceFile | None:
+    """The file of arguments that a script names beside its own options."""
+    if not STARTS.search(source.text):
+        return None
+    words = [word.rpartition("=")[2] for word in words_of(source.text)]
+    files = (file_named(word, source.path) for word in words if word.endswith((*YAML, ".json")))
+    sources = (SourceFile(file, read_text(file, LARGEST_BYTES).encode()) for file in files if file is not None)
+    return next((file for file in sources if is_arguments(file)), None)
+
+
+def _accelerated(source: SourceFile, document: Mapping[str, Any]) -> Recipe | None:
+    """What the YAML of Accelerate says that a script names, or that alone of its kind lies beside the file."""
+    named = document.get("config_file") if "accelerate" in source.text else None
+    by_script = source.path.suffix in SCRIPTS
+    if isinstance(named, str):
+        file = file_named(named, source.path)
+    elif by_script and not STARTS.search(source.text):  # torchrun and deepspeed read no such file
+        return None
+    else:
+        files = [] if named else [each.path for each in _beside(source.path) if is_accelerate(each)]
+        file = files[0] if len(files) == 1 else None
+    if file is None:
+        return None
+    plugin = read_accelerate(yaml_table(SourceFile(file, read_text(file, LARGEST_BYTES).encode())), file)
+    plugin.taken["config_file"] = file.name
+    if not isinstance(named, str):
+        plugin.left_out["config_file"] = f"{file.name} lies beside it and was read with it: move it away if it is not used"
+    return plugin
+
+
+MOST_BESIDE = 100
+"""Files of a folder that are looked at."""
+
+
+def _beside(path: Path) -> list[SourceFile]:
+    """The other files of its folder that may be of this module; none of a folder that holds many."""
+    files = [file for file in path.absolute().parent.glob("*") if file.suffix in (*SCRIPTS, *PROGRAMS, *YAML, ".json")]
+    small = [file for file in files if file.is_file() and file.stat().st_size < LARGEST_BYTES and file.name != path.name]
+    return [SourceFile(file, file.read_bytes()) for file in small] if len(small) < MOST_BESIDE else []
+
+
+def _take_plugin(plugin: Recipe, recipe: Recipe, *, divided: bool) -> None:
+    """What the launcher's YAML adds; where both say something, the arguments count, as the Trainer has it.
+
+    Source: transformers, training_args.py: __post_init__ sets ACCELERATE_MIXED_PRECISION and the plugins' variables.
+    """
+    file, wide = plugin.taken["config_file"], {"bf16": "amp_bf16", "fp16": "amp_fp16"}
+    again = str(recipe.local_batch // max(1, recipe.micro_batch))
+    for field, mine, other in (
+        ("mixed_precision", wide.get(recipe.training["precision"], recipe.training["precision"]), plugin.training["precision"]),
+        ("ZeRO stage", recipe.zero if divided else plugin.zero, plugin.zero),
+        ("gradient_accumulation_steps", again, plugin.taken.get("deepspeed_config.gradient_accumulation_steps", "auto")),
+    ):
+        if str(other) not in (str(mine), "fp32", "0", "auto"):
+            recipe.left_out[f"{file}: {field}"] = f"it is {other}, and the arguments say {mine}: {mine} was taken"
+    if not divided:
+        recipe.zero, recipe.optimizer_offload, recipe.replicate = plugin.zero, plugin.optimizer_offload, plugin.replicate
+        recipe.software["framework"] = plugin.software["framework"]
+        recipe.tp, recipe.pp, recipe.cp = plugin.tp, plugin.pp, plugin.cp
+        recipe.args |= plugin.args
+    recipe.recompute = plugin.recompute if recipe.recompute == "none" else recipe.recompute
+    recipe.processes = plugin.processes
+    recipe.missing |= {key: why for key, why in plugin.missing.items() if key not in (*BARE, *recipe.missing)}
+    recipe.left_out |= plugin.left_out
+    recipe.unknown += plugin.unknown
+    recipe.taken |= plugin.taken
 
 
 MODEL_KEYS: dict[str | int, str] = {
@@ -215,10 +302,15 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
     found = option_values(source.text, SCRIPT_NAMES, HANGING)
-    if "swift" in source.text and (kind := found.pop("train_type", found.pop("tuner_type", "lora"))) != "full":
-        found["finetuning_type"] = kind
-    if "swift" in source.text and found.get("torch_dtype") in SWIFT_TYPES:  # it trains in the type that it loads
-        found.setdefault(SWIFT_TYPES[str(found["torch_dtype"])], True)
+    if "swift" in source.text:
+        kinds = [found.pop(name) for name in ("train_type", "tuner_type", "sft_type") if name in found]
+        if (kind := (*kinds, "lora")[0]) != "full":
+            found["finetuning_type"] = kind
+        found = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | found
+        if (half := SWIFT_TYPES.get(str(found.get("torch_dtype", "bfloat16")))) is not None:
+            found.setdefault(half, True)  # it trains in the type that it loads, which is that of the checkpoint
+    if found.pop("lora_enable", False) is True:  # of LLaVA, with its defaults
+        found = {"use_peft": True, "lora_r": 64, "lora_alpha": 16, "target_modules": "all"} | found
     if (mixed := found.pop("mixed_precision", "no")) in ("bf16", "fp16"):
         found.setdefault(str(mixed), True)
     if isinstance(config := found.get("deepspeed"), str) and re.fullmatch(r"zero\d(_offload)?", config):
@@ -291,12 +383,28 @@ def _read_paddle(keys: FileKeys, recipe: Recipe) -> None:
         recipe.missing["plan.dp_shard"] = f"states are divided over sharding_parallel_degree = {sharded} replicas"
 
 
+BARE = {
+    "model.name": "the model is in the training script",
+    "training.global_batch": "the batch is in the training script",
+}
+"""What the YAML of Accelerate always lacks."""
+
+
+def _read_accelerated(source: SourceFile) -> Recipe:
+    """The YAML of Accelerate, with the one file of arguments that lies beside it."""
+    starts = [file for file in _beside(source.path) if is_arguments(file)]
+    if len(starts) != 1:
+        return read_accelerate(yaml_table(source), source.path)
+    recipe = read_arguments(starts[0])
+    recipe.left_out["arguments"] = f"{starts[0].path.name} lies beside it and was read with it: move it away if it is another's"
+    return recipe
+
+
 def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
     """The YAML of `accelerate config`, which holds neither model nor batch. Raises ConfigError as `read_arguments`."""
     keys = FileKeys(ACCELERATE, document)
     recipe = Recipe(framework=ACCELERATE, model="", software={"framework": "hf-trainer"})
-    recipe.missing["model.name"] = "the model is in the training script"
-    recipe.missing["training.global_batch"] = "the batch is in the training script"
+    recipe.missing |= BARE
     recipe.processes = keys.number("num_processes", default=0)
     keys.number("num_machines", default=1)
     kind = keys.text("distributed_type", default="NO").upper()
@@ -317,8 +425,9 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
             take_deepspeed_file(path_text, path, recipe)
         else:
             recipe.zero = keys.number("deepspeed_config.zero_stage", default=2)
+        recipe.software["framework"] = "deepspeed"
         recipe.optimizer_offload = keys.text("deepspeed_config.offload_optimizer_device", default="none").lower() == "cpu"
-        keys.number("deepspeed_config.gradient_accumulation_steps", default=1)
+        keys.text("deepspeed_config.gradient_accumulation_steps")
     elif kind == "MEGATRON_LM":
         recipe.software = {"framework": "megatron"}
         keys.degrees(recipe, tp="megatron_lm_config.megatron_lm_tp_degree", pp="megatron_lm_config.megatron_lm_pp_degree")
@@ -359,17 +468,14 @@ def take_optimizer(name: str, recipe: Recipe) -> None:
 
 def take_deepspeed_file(name: str, beside: Path, recipe: Recipe) -> None:
     """A DeepSpeed config by its path; one that is not there is known by the name that its project gives it, or missing."""
-    places = [Path(name), *(folder / name for folder in beside.parents), beside.parent / Path(name).name]
-    fits = all(len(part) < LONGEST_NAME for part in Path(name).parts)
-    found = next((place for place in places if place.is_file()), None) if fits else None
-    if found is not None:
-        _take_deepspeed(read_text(found, LARGEST_BYTES), found, recipe)
+    if (file := file_named(name, beside)) is not None:
+        _take_deepspeed(read_text(file, LARGEST_BYTES), file, recipe)
         return
     stage = re.search(r"(?:zero|stage|z)_?([0-3])", Path(name).stem.lower())
     if stage is None:
         recipe.missing["plan.zero_stage"] = f"the DeepSpeed config {name} is not beside it"
         return
-    recipe.zero = int(stage[1])
+    recipe.zero, recipe.software["framework"] = int(stage[1]), "deepspeed"
     recipe.optimizer_offload = "offload" in name and "no_offload" not in name
     recipe.left_out["deepspeed"] = f"{name} is not beside it: taken as ZeRO {recipe.zero}, by its name"
 
@@ -394,15 +500,16 @@ def _take_deepspeed(text: str, path: Path, recipe: Recipe) -> None:
         recipe.left_out["deepspeed"] = "; ".join(run.warnings)
 
 
-LONGEST_NAME = 200
-"""Letters of a file's name."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+is_accelerate = marked(YAML, ACCELERATE_MARK)
 
 
 def is_arguments(source: SourceFile) -> bool:
     """Whether a file holds TrainingArguments, or starts a program that takes them."""
     if source.path.suffix in SCRIPTS:
-        return bool(SCRIPT_MARK.search(source.text))
+        return bool(SCRIPT_MARK.search(source.text)) or _arguments_of(source) is not None
     if source.path.suffix in PROGRAMS:
         return bool(PYTHON_MARK.search(source.text)) and not re.search(r"\b(argparse|HfArgumentParser)\b", source.text)
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
@@ -427,7 +534,7 @@ FORMATS = {
         what="a YAML file of accelerate config",
         tool=ACCELERATE,
         reads="recipe",
-        sniff=marked(YAML, ACCELERATE_MARK),
-        read=lambda source: read_accelerate(yaml_table(source), source.path),
+        sniff=is_accelerate,
+        read=_read_accelerated,
     ),
 }

@@ -86,6 +86,7 @@ REFUSED_WHOLE = (
         "openrlhf_dpo.sh",
         "trainer_dpo.py",
     ),
+    *("levanter.yaml", "maxtext_a3.sh", "megatron_deepspeed_moe.sh"),
     *("paddlenlp.json", "primus_maxtext.yaml", "torchtitan_671b.toml", "trainer_trl_grpo.yaml", "verl.yaml"),
 )
 """Of these: for what they train, for a size that they lack, because eight samples and GPUs do not divide as they ask, or

@@ -213,7 +213,8 @@ def test_offload_of_megatron_is_taken_where_it_means_the_same() -> None:
 def test_precisions_of_megatron_say_what_they_are_taken_as() -> None:
     assert read_script(SIZES + "--fp16").left_out["--fp16"].startswith("taken as amp_fp16")
     recipe = read_script(SIZES + "--fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --reset-attention-mask")
-    assert (recipe.training["precision"], recipe.args["fp8_casts"]) == ("nvfp4", True)
+    assert recipe.training["precision"] == "nvfp4"
+    assert recipe.settings(8)["model.args"]["fp8_casts"] is True  # type: ignore[index]
     assert list(recipe.left_out) == ["--reset-attention-mask"]
     assert recipe.unknown == []
 
@@ -700,6 +701,59 @@ def test_precisions_and_lengths_of_files(tmp_path: Path) -> None:
     assert "4096 was taken" in bridge.left_out["model.seq_length"]
     assert "bf16" in read(tmp_path, "d.yaml", PRIMUS).left_out["--bf16"]
     assert read(tmp_path, "e.yaml", MODEL_ARGS).args["vocab"] == 50432  # GPT-2's 50,257, padded for tp 2
+
+
+LAUNCHED = "--model_name_or_path meta-llama/Llama-2-7b-hf --per_device_train_batch_size 4 --max_seq_length 2048"
+
+
+def test_the_yaml_of_accelerate_is_read_with_what_it_starts(tmp_path: Path) -> None:
+    """Named by the script, with the script's own file of arguments, or alone of its kind beside it."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "fsdp.yaml").write_text(ACCELERATE)
+    named = read(tmp_path, "a.sh", f"accelerate launch --config_file configs/fsdp.yaml train.py {LAUNCHED} --bf16")
+    assert (named.zero, named.recompute, named.processes, named.training["precision"]) == (3, "full", 16, "amp_bf16")
+    assert (named.model, named.local_batch, named.missing) == ("llama2-7b", 4, {})
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 2\nmax_length: 1024\n")
+    launch = "accelerate launch --config_file configs/fsdp.yaml scripts/sft.py sft.yaml --per_device_train_batch_size=8"
+    recipe = read(tmp_path, "b.sh", launch)
+    assert (recipe.model, recipe.micro_batch, recipe.args["seq"], recipe.zero) == ("qwen3-8b", 8, 1024, 3)
+    assert recipe.training["precision"] == "amp_bf16"  # of the launcher, as the arguments say none
+    gone = read(tmp_path, "c.sh", f"accelerate launch --config_file gone.yaml train.py {LAUNCHED}")
+    assert "is not there" in gone.left_out["config_file"]
+
+
+def test_the_yaml_of_accelerate_beside_a_training_is_taken_and_told(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE)
+    script = read(
+        tmp_path, "train.py", 'TrainingArguments(per_device_train_batch_size=4)\nAutoModel.from_pretrained("gpt2-medium")'
+    )
+    assert script.zero == 3
+    assert "move it away" in script.left_out["config_file"]
+    whole = read_recipe(tmp_path / "fsdp.yaml")
+    assert (whole.micro_batch, whole.zero) == (4, 3)
+    assert "train.py lies beside it" in whole.left_out["arguments"]
+    assert read(tmp_path, "a.sh", f"torchrun --nproc_per_node 8 train.py {LAUNCHED}").zero == 0  # which reads no such file
+    (tmp_path / "other.yaml").write_text(ACCELERATE)
+    assert read_recipe(tmp_path / "train.py").zero == 0  # which of two is not known
+
+
+def test_contradictions_of_the_launcher_are_named_and_the_arguments_count(tmp_path: Path) -> None:
+    accelerate = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\n"
+        "deepspeed_config:\n  zero_stage: 3\n  gradient_accumulation_steps: 4\n"
+    )
+    (tmp_path / "ds.yaml").write_text(accelerate)
+    options = f"{LAUNCHED} --fp16 --gradient_accumulation_steps 2 --fsdp shard_grad_op"
+    recipe = read(tmp_path, "a.sh", f"accelerate launch --config_file ds.yaml train.py {options}")
+    assert (recipe.training["precision"], recipe.zero, recipe.local_batch) == ("amp_fp16", 2, 8)
+    told = {key: why for key, why in recipe.left_out.items() if key.startswith("ds.yaml: ")}
+    assert told.keys() == {"ds.yaml: mixed_precision", "ds.yaml: ZeRO stage", "ds.yaml: gradient_accumulation_steps"}
+    assert all("was taken" in why for why in told.values())
+    plain = read(
+        tmp_path, "b.sh", f"accelerate launch --config_file ds.yaml train.py {LAUNCHED} --bf16 --gradient_accumulation_steps 4"
+    )
+    assert not any("was taken" in why for why in plain.left_out.values())
+    assert (plain.zero, plain.software["framework"]) == (3, "deepspeed")
 
 
 @pytest.mark.parametrize(

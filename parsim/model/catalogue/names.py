@@ -144,7 +144,8 @@ SUFFIXES = r"q?lora|sft|base|instruct|chat|it|pt|hf|(un)?cased|deduped|intermedi
 
 def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
-    text = re.sub(r"^[\w-]+/(?=[a-z])", "", re.sub(r"\s*\(.*\)$", "", name.lower()))  # the organisation on Hugging Face
+    text = re.sub(r"\s*\(.*\)$", "", name.lower().rstrip("/"))
+    text = re.sub(r"^.*/(?=[a-z])", "", text)  # folders, or the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
     text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
