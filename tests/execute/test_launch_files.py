@@ -365,6 +365,18 @@ class TestTwoMachines:
         assert "rank 1 of 2 has been stopped for 3 s" in said
         assert not command_of(stopped), "a rank is left"
 
+    def test_a_machine_that_vanishes_ends_the_run_within_two_minutes(self, folder: Path) -> None:
+        """The link is cut, which no end hears of. Collectives would wait for ten minutes."""
+        lengthen(folder)
+        file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2, checkpoint_every=20).file
+        with two_machines(file, MAX_RESTARTS="0") as running:
+            wait_for_a_checkpoint(folder, file, running)
+            subprocess.run(["ip", "netns", "exec", NAMES[1], "ip", "link", "set", INTERFACE, "down"], check=True)
+            statuses, said = ended(file, running, 150)
+        assert 0 not in statuses
+        assert "rank 0 was ended: another rank has left the run, or its machine is gone" in said, said
+        assert "rank 1 was ended: the machine of rank 0 is gone" in said, said
+
     def test_a_stranger_at_the_stores_changes_nothing(self, folder: Path, tmp_path: Path) -> None:
         """It tries to list, overwrite and delete the keys of agents and ranks, as long as the training lasts."""
         file = export_folder(folder, format="torchrun", interface=INTERFACE, nodes=2).file

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -26,7 +27,7 @@ from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.cuda.gpu import NCCL, STAGED, sharing, take_gpu
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.processes.output import PARENT_VARIABLE, LastWords, die_with_parent, last_words
-from parsim.execute.processes.rendezvous import open_store
+from parsim.execute.processes.rendezvous import open_store, when_left
 from parsim.execute.processes.setup import threads_with_priority
 from parsim.files import write_text_atomically
 from parsim.hardware.devices import DEVICE_KINDS
@@ -54,6 +55,8 @@ _PEER_LOST = (
     "failed to send",
 )
 
+ALL_FINISHED = "all finished"
+"""The key of an attempt's store that tells its ranks to leave."""
 MOST_SAID = 1000
 """Characters of a message that its last words keep: the room holds them in any spelling."""
 
@@ -132,7 +135,8 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = F
         register_staged()
         backend = STAGED
     everyone = open_store(place.rank, place.world_size, timeout_s=timeout_s)
-    store = PrefixStore(f"parsim/{place.attempt}", everyone)
+    prefix = f"parsim/{place.attempt}"
+    store = PrefixStore(prefix, everyone)
     with pulse().waiting(), _threads_of(backend):
         distributed.init_process_group(
             backend,
@@ -142,6 +146,7 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = F
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=cuda_device if backend == NCCL else None,
         )
+    when_left(f"{prefix}/{ALL_FINISHED}", partial(_end_alone, place.rank))
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
 
 
@@ -230,8 +235,8 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
         if place.store is not None:
             together = False
             if place.store.add("finished", 1) == place.world_size:
-                place.store.set("all finished", "yes")
-            place.store.wait(["all finished"], datetime.timedelta(seconds=timeout_s))
+                place.store.set(ALL_FINISHED, "yes")
+            place.store.wait([ALL_FINISHED], datetime.timedelta(seconds=timeout_s))
             together = True
 
     def leave() -> None:
@@ -276,6 +281,12 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
         _record(job_path.parent, error, words)
         _leave(1)
     _leave(0)
+
+
+def _end_alone(rank: int, why: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"rank {rank} was ended: {why}", file=sys.stderr)
+    _leave(1)
 
 
 def _leave(status: int) -> NoReturn:

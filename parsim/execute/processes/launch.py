@@ -425,8 +425,8 @@ def signals_as_exit() -> Iterator[None]:
 # A rank that is stopped, or does nothing, for longer than SECONDS is named on stderr and killed, with whatever it has started.
 # The rank dies with its guard, and the guard ends as its rank has ended.
 #
-# Leaves out: ranks that all wait for one another, and machines that are gone. No guard sees them; the timeout of collectives
-# (`Job.timeout_s`) ends both.
+# Leaves out: ranks that all wait for one another, whom the timeout of collectives (`Job.timeout_s`) ends, and machines that are
+# gone, of which ranks hear by their store (`rendezvous.when_left`).
 
 
 def guarded(job: Path, place: ProcessPlace, hang_s: float) -> str | int:

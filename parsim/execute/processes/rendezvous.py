@@ -10,6 +10,7 @@ Leaves out: encryption. Gradients cross the network as gloo and NCCL send them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import hmac
@@ -22,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ExecutionError
@@ -53,7 +54,9 @@ _MOST_BYTES, _MOST_BYTES_OF_A_STRANGER = 2**26, 2**16
 """Of a message; and of the first one, before its sender is known."""
 _STRANGER_S, _ANSWER_S = 10.0, 30.0
 """How long a connection may be silent before its first message, and an answer may take beyond the wait that was asked for."""
-_LOOK_S, _RETRY_S = 0.5, 0.1
+_LOOK_S, _RETRY_S, _LAST_S = 0.5, 0.1, 5.0
+_WATCH_S, _GRACE_S = 20.0, 20.0
+"""How long a rank waits for the end of the run in one request; and for its collectives to tell first that a rank has died."""
 _TO_SERVER, _TO_CLIENT = b"request", b"answer"
 
 
@@ -98,8 +101,9 @@ def _settle(connection: socket.socket) -> None:
     """Send at once, and notice within a minute that the other machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # macOS lacks the first
+    limits = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 50_000))
+    for name, value in limits:  # the last bounds what was sent and not acknowledged, which no keepalive does
+        if hasattr(socket, name):  # macOS lacks the first and the last
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -119,6 +123,8 @@ class StoreServer:
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
         self._is_left = False
+        self._connections = 0
+        atexit.register(self._serve_to_the_end)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -130,6 +136,11 @@ class StoreServer:
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
+    def _serve_to_the_end(self) -> None:
+        """Before this process ends: torchrun's agents end together, and some still have an answer to read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._connections <= 1, _LAST_S)  # its own one
+
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):  # PermissionError is one
             connection.settimeout(_STRANGER_S)
@@ -140,12 +151,15 @@ class StoreServer:
             connection.settimeout(None)
             _settle(connection)
             try:
+                with self._changed:
+                    self._connections += 1
                 while True:
                     channel.send(self._answer(connection, *request))
                     request = channel.receive()
             finally:
                 with self._changed:
                     self._is_left = True
+                    self._connections -= 1
                     self._changed.notify_all()
 
     def _answer(self, connection: socket.socket, name: str, *given: Any) -> Any:
@@ -318,6 +332,31 @@ def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Map
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
+
+
+def when_left(last_key: str, end: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> None:
+    """Call `end` with a message once another rank has left the bound store without `last_key` in it, or rank 0 is gone.
+
+    Collectives tell at once of a rank that died, so this waits for them first. Of a machine that is switched off they tell
+    after their timeout, the connections to the store within a minute. A run without a bound store is not watched.
+    """
+    if FILE_VARIABLE in environment or (address := environment.get(ADDRESS_VARIABLE)) is None:
+        return
+    host, _, port = address.rpartition(":")
+    client = _Client(host, int(port), environment.get(TOKEN_VARIABLE, ""), _ANSWER_S)
+
+    def watch() -> None:
+        try:
+            while (answer := client.ask("get", [last_key], _WATCH_S, wait_s=_WATCH_S)) is None:
+                pass
+            gone = "" if answer else "another rank has left the run, or its machine is gone"
+        except (OSError, ExecutionError) as error:
+            gone = f"the machine of rank 0 is gone ({error})"
+        if gone:
+            time.sleep(_GRACE_S)
+            end(f"{gone}; start the same launch file on every machine to continue")
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
