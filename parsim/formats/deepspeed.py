@@ -32,46 +32,22 @@ DEPTH = 3
 CLIPPED = 1.0
 """Largest norm of the gradients where a config says nothing, from DeepSpeed 0.19.3 on."""
 
-HARMLESS: Mapping[str, str] = {
-    "steps_per_print": "prints",
-    "wall_clock_breakdown": "prints times; it synchronises, which slows a step by little",
-    "dump_state": "prints",
-    "scheduler": "the learning rate over time",
-    "prescale_gradients": "a scaling",
-    "gradient_predivide_factor": "a scaling",
-    "zero_allow_untested_optimizer": "a permission",
-    "zero_force_ds_cpu_optimizer": "a permission",
-    "fp16.loss_scale": "a scaling",
-    "fp16.loss_scale_window": "a scaling",
-    "fp16.initial_scale_power": "a scaling",
-    "fp16.hysteresis": "a scaling",
-    "fp16.min_loss_scale": "a scaling",
-    "fp16.consecutive_hysteresis": "a scaling",
-    "optimizer.params.betas": "a number of the optimizer",
-    "optimizer.params.eps": "a number of the optimizer",
-    "optimizer.params.weight_decay": "a number of the optimizer",
-    "optimizer.params.bias_correction": "a number of the optimizer",
-    "zero_optimization.contiguous_gradients": "parsim's buckets are contiguous",
-    "zero_optimization.reduce_scatter": "parsim scatters gradients under ZeRO 2 and 3",
-    "zero_optimization.allgather_partitions": "parsim gathers whole buckets",
-    "zero_optimization.round_robin_gradients": "an order of copies",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "saving only",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "saving only",
-    "zero_optimization.ignore_unused_parameters": "a permission",
-    "zero_optimization.cpu_offload": "read as offload_optimizer",
-    "tensorboard": "logs",
-    "wandb": "logs",
-    "csv_monitor": "logs",
-    "comet": "logs",
-    "comms_logger": "logs",
-    "flops_profiler": "profiles",
-    "autotuning": "a search before the run",
-    "aio": "disks",
-    "checkpoint": "saving only",
-    "seed": "randomness",
-    "dataloader_drop_last": "the last batch",
-}
-"""Keys that change a step's time and memory by nothing worth pricing, and why."""
+HARMLESS = frozenset(
+    """
+    steps_per_print wall_clock_breakdown dump_state scheduler prescale_gradients gradient_predivide_factor
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer fp16.loss_scale fp16.loss_scale_window
+    fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale fp16.consecutive_hysteresis optimizer.params.betas
+    optimizer.params.eps optimizer.params.weight_decay optimizer.params.bias_correction
+    zero_optimization.contiguous_gradients zero_optimization.reduce_scatter zero_optimization.allgather_partitions
+    zero_optimization.round_robin_gradients zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.stage3_gather_fp16_weights_on_model_save zero_optimization.ignore_unused_parameters
+    zero_optimization.cpu_offload tensorboard wandb csv_monitor comet comms_logger flops_profiler autotuning aio
+    checkpoint seed dataloader_drop_last
+    """.split()  # noqa: SIM905
+)
+"""Keys that change a step's time and memory by nothing worth pricing: prints, logs, scalings, permissions, numbers of the
+optimizer, saving, and what parsim does anyway (contiguous buckets, whole gathers). `zero_optimization.cpu_offload` is read as
+offload_optimizer."""
 
 OVERLAP = "zero_optimization.overlap_comm"
 MATTERS: Mapping[str, str] = {

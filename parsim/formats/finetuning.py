@@ -7,9 +7,10 @@ Trainer and litgpt, and of openrlhf/cli/train_sft.py.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
+from parsim.formats.recipe import GENERIC, SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
 from parsim.formats.scripts import note_hanging, option_values
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
@@ -221,7 +222,9 @@ def read_lightning(source: SourceFile) -> Recipe:
     name = keys.text(
         "model_name", "checkpoint_dir", "model.init_args.model_name", "model.init_args.pretrained_model_name_or_path"
     )
-    if name:
+    if litgpt and "model_config.n_layer" in keys.values:
+        recipe.model, recipe.args = GENERIC, _litgpt_sizes(keys)
+    elif name:
         recipe.name_model("model_name", re.sub(r"-hf$", "", name))
     else:
         recipe.missing["model.name"] = "the model is a class of your own"
@@ -246,9 +249,10 @@ def read_lightning(source: SourceFile) -> Recipe:
     if litgpt and recipe.processes != 1:
         if "checkpoint_dir" in keys.values:  # its finetune_* recompute blocks under FSDP
             recipe.recompute = "full"
-        else:  # its pretrain divides within a machine, and compiles
+        else:  # its pretrain divides within a machine
             recipe.replicate = nodes
     recipe.software = {"framework": "deepspeed" if "deepspeed" in word else "fsdp" if recipe.zero else "ddp"}
+    recipe.software |= {"compiled": True} if litgpt and "checkpoint_dir" not in keys.values else {}  # litgpt pretrain
     recipe.micro_batch = keys.number(
         "train.micro_batch_size", "data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", default=0
     )
@@ -274,6 +278,24 @@ LORA_PARTS = {
     "lora_head": ("lm_head", False),
 }
 """Switches of `litgpt finetune_lora` with their defaults."""
+
+
+LITGPT_SIZES = {"layers": "n_layer", "heads": "n_head", "hidden": "n_embd", "vocab": "padded_vocab_size"}
+
+
+def _litgpt_sizes(keys: FileKeys) -> dict[str, Any]:
+    """Sizes of a model_config, by the defaults of litgpt.Config."""
+    table = "model_config."
+    args: dict[str, Any] = {arg: keys.number(f"{table}{key}") for arg, key in LITGPT_SIZES.items()}
+    return args | {
+        "ffn": keys.number(f"{table}intermediate_size", default=4 * args["hidden"]),
+        "kv_heads": keys.number(f"{table}n_query_groups", default=args["heads"]),
+        "gated": "LLaMA" in keys.text(f"{table}mlp_class_name", default="GptNeoxMLP"),
+        "norm": "rms" if "RMS" in keys.text(f"{table}norm_class_name", default="LayerNorm") else "layer",
+        "bias": keys.flag(f"{table}bias", default=True),
+        "rotary": True,
+        "tied": keys.flag("train.tie_embeddings"),
+    }
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:

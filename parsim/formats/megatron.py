@@ -62,7 +62,7 @@ SAME_TIME = re.compile(
     r"use-cpu-init|rotary-pct|output-layer-|scaled-|bias-gelu|checkpoint-|synchronize-|attention-config|gradient-clip|allgather-|"
     r"enabled|steps-per-print|wall-clock|initial-scale|reduce-|overlap-comm|contiguous-|partition-act|gpt-j-residual|launcher|"
     r"train-tokens|deepspeed|no-pipeline|num-gpus|use-flash-attn-v2|empty-unused|tiktoken|no-create-attention|no-mmap|mtp-loss|"
-    r"mlp-type|activation$|stage3-|sub-group|packing|merge-lora|dataset|max-epochs|moe-loss|moe-(train|eval|min)-cap|create-moe|force-multi|num-nodes|hostfile|rms-norm-eps|"
+    r"mlp-type|activation$|fp32-allreduce|stage3-|sub-group|packing|merge-lora|dataset|max-epochs|moe-loss|moe-(train|eval|min)-cap|create-moe|force-multi|num-nodes|hostfile|rms-norm-eps|"
     r"keep-last|extra-save|moe-shared-expert-overlap|sync-cuda|buffer-size|constant-steps|ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
     r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)"
 )

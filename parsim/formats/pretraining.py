@@ -229,7 +229,7 @@ COMPOSER_SAME_TIME = re.compile(
     r"dry_run|time_limit|epoch|stop_at|speed_monitor|max_grad_norm|evaluators|restore|remote|reset|no_pre|canceled|"
     r"extra_steps|hf_datasets|softmax_auxiliary|model\.(name|init|attention_dropout|residual|embedding_dropout|eos|pad|"
     r"precision|layer_norm_(with|eps)|attention_layer_norm_with|bias_for|flash_attention|block_type|rope_|scale_|emb_|"
-    r"embedding_layer|pretrained$|use_auth|use_flash|use_pretrained|config_overrides\.max|loss_fn|verbose|resid_pdrop|"
+    r"embedding_layer|pretrained$|use_auth|use_flash|use_pretrained|config_overrides\.(max|attn_config\.attn_)|loss_fn|verbose|resid_pdrop|"
     r"attn_config\.(attn_impl|attn_pdrop|rope_|softmax|clip_qkv|alibi_bias|prefix)|no_bias|max_seq|norm_eps|logit_scale)|"
     r"fsdp(_config)?\.(limit|activation_checkpointing_reent|use_orig|sync_module|state_dict|verbose|backward|forward|"
     r"wrapping|flatten|load_|precision|mixed|cpu_offload)|ddp\.|"

@@ -264,11 +264,11 @@ class FileKeys:
                 return str(self.values[key])
         return default
 
-    def number(self, *keys: str, default: int | None = None) -> int:
-        """A whole number >= 0. Raises ConfigError: another value, or none and no default."""
-        text = self.text(*keys)
-        if text:
-            return whole_number(self.framework, next(key for key in keys if key in self.values), text)
+    def number(self, *keys: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number, from `least` on. Raises ConfigError: another value, or none and no default."""
+        if self.text(*keys):
+            key = next(key for key in keys if key in self.values)
+            return whole_number(self.framework, key, self.values[key], least)
         if default is None:
             raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
         return default

@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from parsim.formats.exports import Exported
 from parsim.formats.recipe import (
     LARGEST_BYTES,
     SCRIPTS,
+    FileKeys,
     PlannedRecipe,
     Recipe,
     cut_in_layers,
@@ -82,22 +83,15 @@ SCHEDULES: dict[str, tuple[str, int]] = {
 }
 """torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
 
-SAME_TIME = frozenset(
-    {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug"}
+IGNORED = re.compile(
+    r"(job|profiling|metrics|lr_scheduler|checkpoint|comm|fault_tolerance|validation|debug)\.|model\.(converters|tokenizer_path|"
+    r"hf_assets_path|norm_type|print_after)|optimizer\.(name|lr|eps|beta|weight_decay|implementation|fused|foreach|state_dtype)|"
+    r"training\.(max_norm|steps|dataset|seed|deterministic|gc_|data_parallel_replicate|warmup|dtype|compile|mixed_precision|"
+    r"global_batch_size)|activation_checkpoint\.(mode|selective_ac_option|per_op_sac)|compile\.(enable|components)|float8\.|"
+    r"parallelism\.(fsdp_reshard_after_forward|disable_loss_parallel|pipeline_parallel_)"
 )
-SAME_BEGINNINGS = ("model.converters", "float8.", "training.mixed_precision", "training.global_batch_size")
-IGNORED = frozenset(
-    """
-    optimizer.name optimizer.lr optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay optimizer.implementation
-    optimizer.fused optimizer.foreach training.max_norm training.steps training.dataset training.dataset_path training.seed
-    training.deterministic training.gc_freq training.gc_debug training.data_parallel_replicate_degree training.warmup_steps
-    model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype optimizer.state_dtype
-    activation_checkpoint.mode activation_checkpoint.selective_ac_option
-    activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
-    parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
-    float8.filter_fqns float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
-    """.split()  # noqa: SIM905
-)
+"""Keys that were read elsewhere here, or that change neither the time nor the memory of a step."""
+CUT = re.compile(r"parallelism\.pipeline_parallel_")
 ASYNC_TENSOR = "parallelism.enable_async_tensor_parallel"
 LEFT_OUT = {
     ASYNC_TENSOR: "tensor-parallel communication is not hidden behind products",
@@ -116,15 +110,15 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     Args: document: its tables. wrapped: the model by the name of a file around it, where the tables name none.
     Raises: ConfigError: a model that is not known, or sizes that cannot be.
     """
-    tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
-    flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    tables = {name: table for name, table in document.items() if isinstance(table, Mapping)}
+    flat = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
     float8 = document
     for table in ("quantize", "linear", "float8"):
         float8 = float8.get(table, {}) if isinstance(float8, Mapping) else {}
     float8 = float8 if isinstance(float8, Mapping) else {}
     flat |= {f"float8.{key}": value for key, value in float8.items()}
-    flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
-    flat = _newer(flat)
+    keys = FileKeys(NAME, _newer({key: value for key, value in flat.items() if not isinstance(value, Mapping)}))
+    flat, number = keys.values, keys.number
     name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
     software = {"framework": "torchtitan"}
@@ -135,29 +129,23 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
         recipe.missing["model.name"] = f"model.name = {name!r} with flavor = {flavor!r} is not known{known}"
         recipe.model = ""
 
-    def number(key: str, default: int) -> int:
-        if key not in flat:
-            return default
-        recipe.taken[key] = whole_number(NAME, key, flat[key], least=1 if key.endswith("_degree") else 0)
-        return int(recipe.taken[key])
-
-    recipe.args["seq"] = number("training.seq_len", 2048)
-    recipe.micro_batch = number("training.local_batch_size", 0) or number("training.batch_size", 8)
+    recipe.args["seq"] = number("training.seq_len", default=2048)
+    recipe.micro_batch = number("training.local_batch_size", default=0) or number("training.batch_size", default=8)
     for axis, key in AXES.items():
-        setattr(recipe, axis, number(f"parallelism.{key}_degree", 1))
-    if number("parallelism.expert_tensor_parallel_degree", 1) not in (1, recipe.tp):
+        setattr(recipe, axis, number(f"parallelism.{key}_degree", default=1, least=1))
+    if number("parallelism.expert_tensor_parallel_degree", default=1, least=1) not in (1, recipe.tp):
         raise ConfigError(
             f"{NAME}: expert_tensor_parallel_degree = {flat['parallelism.expert_tensor_parallel_degree']} is neither 1 nor "
             f"tensor_parallel_degree ({recipe.tp}); set it to one of them"
         )
     if recipe.tp > 1 and recipe.ep > 1 and flat.get("parallelism.expert_tensor_parallel_degree", 1) == 1:
         recipe.left_out["parallelism.expert_tensor_parallel_degree"] = "experts are cut over the tensor shards as the rest is"
-    _read_data_parallel(flat, number, recipe)
+    _read_data_parallel(keys, recipe)
     if flat.get("training.global_batch_size", -1) != -1:
-        recipe.training["global_batch"] = number("training.global_batch_size", 1)
-    _read_pipeline(flat, number, recipe)
+        recipe.training["global_batch"] = number("training.global_batch_size", default=1)
+    _read_pipeline(keys, recipe)
     if recipe.pp > 1 and recipe.model:
-        _read_cut(flat, number, recipe)
+        _read_cut(keys, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.software["compiled"] = compiled
     if compiled and recipe.tp > 1 and flat.get(ASYNC_TENSOR):  # torchtitan refuses it without torch.compile
@@ -181,22 +169,11 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     recipe.training["optimizer"] = f"{kind}_fused" if fused else kind
     _read_recompute(flat, recipe)
     recipe.taken |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
-    for key, value in flat.items():
-        if key in recipe.taken:
-            continue
-        if key in LEFT_OUT and (recipe.training["precision"] == "fp8" or not key.startswith("float8.")):
-            if value not in (False, None, "", 0):
-                recipe.left_out[key] = LEFT_OUT[key]
-            else:
-                recipe.ignored.append(key)
-        elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
-            recipe.ignored.append(key)
-        elif key.endswith("_degree") and value != 1:
-            raise ConfigError(
-                f"{NAME}: {key} = {value!r} is a degree of parallelism that parsim does not know; drop it, or set it to 1"
-            )
-        else:
-            recipe.unknown.append(key)
+    low = recipe.training["precision"] == "fp8"
+    left_out = {key: why for key, why in LEFT_OUT.items() if low or not key.startswith("float8.")}
+    if recipe.pp > 1:
+        left_out |= dict.fromkeys((key for key in flat if CUT.match(key)), "layers are cut as torchtitan counts them out")
+    keys.sort(recipe, left_out=left_out, ignored=IGNORED)
     return recipe
 
 
@@ -217,9 +194,10 @@ def _newer(flat: Mapping[str, Any]) -> dict[str, Any]:
     return moved
 
 
-def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
+def _read_data_parallel(keys: FileKeys, recipe: Recipe) -> None:
+    flat, number = keys.values, keys.number
     shard = flat.get("parallelism.data_parallel_shard_degree", -1)
-    replicate = number("parallelism.data_parallel_replicate_degree", 1)
+    replicate = number("parallelism.data_parallel_replicate_degree", default=1, least=1)
     recipe.taken["parallelism.data_parallel_shard_degree"] = shard
     recipe.zero = 0 if shard == 1 else 3
     if shard not in (-1, 1) or (replicate > 1 and shard != -1):
@@ -232,14 +210,14 @@ def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], in
         recipe.zero = 1
 
 
-def _read_pipeline(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
-    schedule = str(flat.get("parallelism.pipeline_parallel_schedule", "1F1B"))
-    micro = number("parallelism.pipeline_parallel_microbatch_size", 0)
+def _read_pipeline(keys: FileKeys, recipe: Recipe) -> None:
+    number = keys.number
+    schedule = keys.text("parallelism.pipeline_parallel_schedule", default="1F1B")
+    micro = number("parallelism.pipeline_parallel_microbatch_size", default=0)
     if recipe.pp == 1:
         return
-    if count := number("parallelism.pipeline_parallel_microbatches", 0):  # releases of 2024 count them
+    if count := number("parallelism.pipeline_parallel_microbatches", default=0):  # releases of 2024 count them
         micro = max(1, recipe.micro_batch // count)
-    recipe.taken["parallelism.pipeline_parallel_schedule"] = schedule
     recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
     orders = {name.lower(): row for name, row in SCHEDULES.items()}
     if schedule.lower() not in orders:
@@ -247,14 +225,14 @@ def _read_pipeline(flat: Mapping[str, Any], number: Callable[[str, int], int], r
     recipe.order, recipe.chunks = orders.get(schedule.lower(), ("1f1b", 1))
 
 
-def _read_cut(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
+def _read_cut(keys: FileKeys, recipe: Recipe) -> None:
     """The stages, as torchtitan 0.2.2 cuts them, and whether torch's schedule takes the microbatches.
 
     Source: torchtitan/distributed/pipeline_parallel.py: pipeline_llm, build_pipeline_schedule.
     """
-    layers = shape_of(recipe.model, recipe.args).layers
-    less = [number(f"parallelism.pipeline_parallel_{place}_stage_less_layers", 1) for place in ("first", "last")]
-    listed = flat.get("parallelism.module_fqns_per_model_part")
+    number, layers = keys.number, shape_of(recipe.model, recipe.args).layers
+    less = [number(f"parallelism.pipeline_parallel_{place}_stage_less_layers", default=1) for place in ("first", "last")]
+    listed = keys.values.get("parallelism.module_fqns_per_model_part")
     if isinstance(listed, list) and all(isinstance(part, list) for part in listed):
         recipe.taken["parallelism.module_fqns_per_model_part"] = listed
         counts = [sum(str(name).startswith("layers.") for name in part) for part in listed]
@@ -264,7 +242,7 @@ def _read_cut(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe
                 f"on pipeline_parallel_degree = {recipe.pp}; list every layer once, in a multiple of {recipe.pp} parts"
             )
     else:
-        per_stage = number("parallelism.pipeline_parallel_layers_per_stage", 0)
+        per_stage = number("parallelism.pipeline_parallel_layers_per_stage", default=0)
         stages = -(-(layers + sum(less)) // per_stage) if per_stage else recipe.pp * recipe.chunks
         if stages % recipe.pp or (stages > recipe.pp) != (recipe.chunks > 1):
             raise ConfigError(

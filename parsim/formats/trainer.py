@@ -52,7 +52,7 @@ SAME_TIME = re.compile(
     r"nnodes|node_rank|master|num_machines|num_processes|use_deepspeed|use_fsdp|multi_gpu|num_gpus|hostfile|include$|split$|"
     r"input_dir|fuse_|to_static|min_learning|distributed_dataloader|continue_training|unified_checkpoint|sharding_parallel_config|"
     r"tensor_parallel_config|pipeline_parallel_config|amp_|scale_loss|lora_dropout|nodes$|ntasks|gres|freeze_vit|pref_|use_reentrant|bnb_4bit_compute|"
-    r"streaming|attn_impl|model_author|model_name$|with_tracking|eos_token|assistant_only|packing_strategy|use_v1|fp8_backend|"
+    r"streaming|attn_impl|model_author|model_name$|with_tracking|eos_token|assistant_only|packing_strategy|use_v1|fp8_backend|galore_|apollo_|badam_|"
     r"mm_(use|vision_select|patch|projector_type)|torch_empty|batch_eval|optim_args|deepspeed_config\.(gradient_clipping|deepspeed_config_file))"
 )
 LEFT_OUT = {
@@ -67,7 +67,11 @@ LEFT_OUT = {
     "deepspeed_config.zero_hpz_partition_size": "parameters are divided over all replicas",
     "auto_find_batch_size": "the batch is the one of the file",
     "ddp_bucket_cap_mb": "buckets are those of the plan",
-    "galore_target_modules": "the optimizer's state is that of AdamW",
+    **dict.fromkeys(
+        ("galore_target_modules", "use_galore", "use_apollo", "use_badam"),
+        "the optimizer's state is that of AdamW for all weights",
+    ),
+    "activation_cpu_offload": "kept activations stay on the device",
     "vision_tower": "the vision tower is not in the model: it trains the language model on text",
     "config_file": "the YAML of accelerate is not there, which may divide states: give --set plan.zero_stage=3",
     "use_liger": "losses and norms are those of the eager model",
@@ -163,7 +167,7 @@ def _arguments_of(source: SourceFile) -> SourceFile | None:
 
 
 def _accelerated(source: SourceFile, document: Mapping[str, Any]) -> Recipe | None:
-    """What the YAML of Accelerate says that a script names, or that alone of its kind lies beside the file."""
+    """What the YAML of Accelerate says that a script names, or that lies beside the file, each alone of its kind."""
     named = document.get("config_file") if "accelerate" in source.text else None
     by_script = source.path.suffix in SCRIPTS
     if isinstance(named, str):
@@ -171,8 +175,9 @@ def _accelerated(source: SourceFile, document: Mapping[str, Any]) -> Recipe | No
     elif by_script and not STARTS.search(source.text):  # torchrun and deepspeed read no such file
         return None
     else:
-        files = [] if named else [each.path for each in _beside(source.path) if is_accelerate(each)]
-        file = files[0] if len(files) == 1 else None
+        others = _beside(source.path)
+        files = [other.path for other in others if is_accelerate(other)]
+        file = files[0] if len(files) == 1 and not any(is_arguments(other) for other in others) else None
     if file is None:
         return None
     plugin = read_accelerate(yaml_table(SourceFile(file, read_text(file, LARGEST_BYTES).encode())), file)

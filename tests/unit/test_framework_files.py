@@ -733,8 +733,10 @@ def test_the_yaml_of_accelerate_beside_a_training_is_taken_and_told(tmp_path: Pa
     assert (whole.micro_batch, whole.zero) == (4, 3)
     assert "train.py lies beside it" in whole.left_out["arguments"]
     assert read(tmp_path, "a.sh", f"torchrun --nproc_per_node 8 train.py {LAUNCHED}").zero == 0  # which reads no such file
+    assert read_recipe(tmp_path / "train.py").zero == 0  # which of two trainings it starts is not known
+    (tmp_path / "a.sh").unlink()
     (tmp_path / "other.yaml").write_text(ACCELERATE)
-    assert read_recipe(tmp_path / "train.py").zero == 0  # which of two is not known
+    assert read_recipe(tmp_path / "train.py").zero == 0  # nor which of two is used
 
 
 def test_contradictions_of_the_launcher_are_named_and_the_arguments_count(tmp_path: Path) -> None:

@@ -138,7 +138,10 @@ MOST_TOKENS = 2**33
 SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
 
 
-SUFFIXES = r"q?lora|sft|base|instruct|chat|it|pt|hf|(un)?cased|deduped|intermediate-step.*|pretrain.*|v[01]\.\d|\d{4}"
+SUFFIXES = (
+    r"q?lora|sft|base|instruct|chat|it|pt|hf|(un)?cased|deduped|intermediate-step.*|pretrain.*|v[01]\.\d|\d{4}|checkpoints|"
+    r"bnb|nf4|4bit|bf16|gptq|awq"
+)
 """Ends of names on Hugging Face that change no size, behind a dash."""
 
 
