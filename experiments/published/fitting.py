@@ -11,7 +11,7 @@ known of the effects (best linear unbiased prediction; Robinson 1991). Rows far 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,10 +38,10 @@ class Judged:
         return self.predicted.facts
 
 
-PRIORS: Mapping[str, float] = {"chip": 0.05, "framework": 0.05, "kind": 0.15, "images": 0.1, "guess": 0.2}
+PRIORS: Mapping[str, float] = {"chip": 0.08, "framework": 0.05, "kind": 0.15, "images": 0.1, "guess": 0.2}
 """Standard deviation of the effects of a kind, of log seconds; the kind is what stands before the colon of a name. Effects of a
 precision, of a board, and of a framework on a chip were tried and make rows of other sources worse."""
-SOURCE_SIGMA = 0.07
+SOURCE_SIGMA = 0.05
 HUBER = 2.0
 """Standard deviations from which on a row weighs less."""
 PASSES = 6
@@ -127,24 +127,28 @@ def score_of(row: Judged, medians: Mapping[str, tuple[float, float]]) -> float:
     return (-row.log_error - median) / sigma
 
 
-FEW_SOURCES = 6
-"""A class that fewer sources show has the interval of all rows. With a threshold of 20 rows instead, intervals held 74% of the
-encoders of a source that was left out; with this one they hold 90% (all rows: 88 and 90%)."""
+POOLED_SOURCES = 4
+"""Sources of a class whose rows weigh as much as those of all other classes together. Of classes by themselves the intervals
+of few sources are those of one; with all rows together one wide class widens every other."""
 
 
 def interval_ends(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) -> dict[str, Ends]:
-    """By class the ends of its interval in standard deviations; of classes that few sources show, from all rows.
+    """By class the ends of its interval in standard deviations: of its rows and, the fewer sources show it, of all others.
 
-    Rows whose framework was guessed come without others. Of those the class UNKNOWN has the interval of them all.
+    Rows whose framework was guessed come without others.
     """
-    found = {}
     guessed = all(row.facts.run.framework == UNKNOWN for row in rows)
+    scores = np.array([score_of(row, medians) for row in rows])
+    counts = Counter(row.source for row in rows)
+    weights = np.array([1.0 / (counts[row.source] + WHOLE_ROWS) for row in rows])
+    classes = np.array([class_of(row.facts.run) for row in rows])
+    found = {}
     for name in (name for name in NOISE if name.startswith(UNKNOWN) == guessed):
-        alike = [row for row in rows if class_of(row.facts.run) == name]
-        if name == UNKNOWN or len({row.source for row in alike}) < FEW_SOURCES:
-            alike = list(rows)
-        scores = np.array([score_of(row, medians) for row in alike])
-        found[name] = ends_of(scores, [row.source for row in alike], GUESSED_SHARE if guessed else SHARE)
+        alike = classes == name
+        sources = len({row.source for row, same in zip(rows, alike, strict=True) if same})
+        share = sources / (sources + POOLED_SOURCES) if not alike.all() else 1.0
+        parts = np.where(alike, share / max(weights[alike].sum(), 1e-9), (1 - share) / max(weights[~alike].sum(), 1e-9))
+        found[name] = ends_of(scores, weights * parts, GUESSED_SHARE if guessed else SHARE)
     return found
 
 
@@ -163,19 +167,15 @@ def covered(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) 
 
 Ends = tuple[float, float]
 WHOLE_ROWS = 4
-"""Rows of a source beyond which it hardly weighs more."""
+"""Rows of a source beyond which it hardly weighs more: n of them weigh n / (n + 4)."""
 LEAST = 0.3
 """Standard deviations that an interval reaches to either side at least."""
 
 
-def ends_of(scores: Floats, sources: Sequence[str], share: float) -> Ends:
-    """The shortest interval of standard scores (of held-out rows, in deviations from their medians) that holds a share of the
-    rows, a source of n rows weighing n / (n + 4)."""
-    count = {name: sources.count(name) for name in set(sources)}
+def ends_of(scores: Floats, weights: Floats, share: float) -> Ends:
+    """The shortest interval of standard scores (of held-out rows, in deviations from their medians) with a share of the weight."""
     order = np.argsort(scores)
-    ordered = scores[order]
-    weights = np.array([1.0 / (count[name] + WHOLE_ROWS) for name in sources])[order]
-    total = np.concatenate(([0.0], np.cumsum(weights)))
+    ordered, total = scores[order], np.concatenate(([0.0], np.cumsum(weights[order])))
     best = (float(ordered[0]), float(ordered[-1]))
     for first in range(len(ordered)):
         last = int(np.searchsorted(total, total[first] + share * total[-1], side="left")) - 1

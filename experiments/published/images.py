@@ -78,7 +78,10 @@ def network_of(row: Row) -> ImageNetwork | None:
 
 
 def framework_of(row: Row, notes: Notes) -> Framework:
-    """By the row's texts; the order of arrays counts beside the framework's own, where no configuration says it better."""
+    """By the row's texts; the order of arrays counts beside the framework's own, where no configuration says it better.
+
+    Who names no framework has channels last under AMP: NVIDIA's examples do, as PyTorch's tuning guide says.
+    """
     text = f"{row.id} {row.notes} {row.source}".lower()
     found = next((frameworks.framework_of(name, year) for pattern, name, year in TEXTS if re.search(pattern, text)), None)
     last = re.search(r"nhwc|channels[-_ ]last", text) is not None
@@ -87,9 +90,8 @@ def framework_of(row: Row, notes: Notes) -> Framework:
         ways = ConvolutionSoftware(channels_last=True, in_full=True, fused_norms=True)
         return replace(frameworks.framework_of("ddp"), convolution=ways)
     if found is None:
-        order = "channels last" if last else "arrays as (samples, channels, height, width)"
-        notes.assumed.append(f"PyTorch, {order}, no fused norms")
-        found = frameworks.framework_of("ddp")
+        notes.assumed.append("NVIDIA's examples of PyTorch: channels last under AMP alone, no fused norms")
+        found = frameworks.framework_of("ddp" if last else "deeplearningexamples")
     if last and found.name == "deeplearningexamples":
         notes.assumed.append("NHWC under AMP alone, as its configs.yml")
     elif last and found.convolution is not None:

@@ -113,7 +113,9 @@ def _recomputed(
     if every_second:
         return (), _segments(stages)[::2]
     if recompute == "selective":
-        return tuple(name for name in names if name.endswith(".core")), ()
+        cores = tuple(name for name in names if name.endswith(".core"))
+        whole = () if framework.software.flash else tuple(BY_OPERATOR + name for name in names if name.startswith("h."))
+        return cores or whole, ()
     return (), ()
 
 

@@ -85,6 +85,11 @@ def test_names_are_read_generously() -> None:
     assert normalised("GPT-3 175B") == "gpt3-175b"
     assert normalised("DeepSeekV3 (w/o MTP)") == "deepseek-v3"
     assert normalised("vit-h/14") == "vit-h-14"
+    assert normalised("Llama 2 (7B)") == "llama2-7b"
+    assert [normalised(text) for text in ("GPT-2", "GPT-2 124M", "GPT-2 (1.5B)", "GPT2 medium", "GPT-20B")] == [
+        *("gpt2", "gpt2", "gpt2-xl", "gpt2-medium"),
+        normalised("gpt-20b"),
+    ]
     assert all(target in NAMED for target in ALIASES.values())
     assert named("resnet50") is None
     assert not set(ZOO) & {*NAMED, *ALIASES}

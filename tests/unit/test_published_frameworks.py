@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.published.answer import _problem, answer
-from experiments.published.fitting import PRIORS, SOURCE_SIGMA, Judged, covered, ends_of, fitted, held_out
+from experiments.published.fitting import PRIORS, SOURCE_SIGMA, Judged, covered, ends_of, fitted, held_out, interval_ends
 from experiments.published.predict import Facts, Predicted, predict
 from experiments.published.question import question_of
 from experiments.published.quoted import beyond_peak, contradiction, in_unit
@@ -280,14 +280,16 @@ def predicted(**values: str) -> tuple[float | None, str]:
 
 def test_the_framework_is_part_of_the_question() -> None:
     """MXNet fuses norms, PyTorch does not; arrays in the order of matrix units need no conversion."""
-    plain, why = predicted()
+    plain = predicted(notes="PyTorch")[0]
+    unnamed, why = predicted()
     assert plain is not None
-    assert "assumed PyTorch" in why
+    assert unnamed is not None
+    assert "channels last under AMP alone" in why
     last = predicted(notes="PyTorch, channels_last")[0]
     fused = predicted(notes="MXNet, NHWC, fused batch norm; MLPerf v3.0", id="mlperf-resnet-1")[0]
     assert last is not None
     assert fused is not None
-    assert plain < last < fused
+    assert plain < unnamed <= last < fused
 
 
 @pytest.mark.parametrize(
@@ -392,12 +394,12 @@ HOPPER = replace(UNNAMED, framework="fsdp")
 
 @pytest.mark.parametrize("rows", [1, 4, 50])
 def test_one_source_shows_as_much_of_its_chip_as_its_rows_can(rows: int) -> None:
-    """The best linear unbiased prediction of one of three effects: t^2 / (3 t^2 + s^2 + e^2 / n) of the mean of n rows."""
+    """The best linear unbiased prediction of one of three effects: t^2 / (t^2 + 2 f^2 + s^2 + e^2 / n) of the mean of n rows."""
     seen = [judged(str(number), "a", 1.1, HOPPER) for number in range(rows)]
     effects = fitted([*seen, *(_far(number) for number in range(3))], [judged("guessed", "a", 1.1, UNNAMED)])
     chip, source, noise = PRIORS["chip"] ** 2, SOURCE_SIGMA**2, NOISE[class_of(HOPPER)] ** 2
-    assert PRIORS["framework"] == PRIORS["chip"]
-    assert effects.mean["chip:Hopper"] == pytest.approx(math.log(1.1) * chip / (3 * chip + source + noise / rows), rel=1e-9)
+    total = chip + 2 * PRIORS["framework"] ** 2 + source + noise / rows
+    assert effects.mean["chip:Hopper"] == pytest.approx(math.log(1.1) * chip / total, rel=1e-9)
 
 
 def _far(number: int) -> Judged:
@@ -442,9 +444,27 @@ def test_a_guessed_framework_is_judged_by_what_known_ones_have_shown_elsewhere()
 
 @given(scores=st.lists(st.floats(-5, 5), min_size=1, max_size=60))
 def test_ends_hold_their_share_of_the_rows(scores: list[float]) -> None:
-    low, high = ends_of(np.array(scores), ["one"] * len(scores), SHARE)
+    low, high = ends_of(np.array(scores), np.ones(len(scores)), SHARE)
     assert low < 0 < high
     assert sum(low <= score <= high for score in scores) >= SHARE * len(scores) - 1e-9
+
+
+def test_a_class_leans_on_others_the_less_the_more_sources_show_it() -> None:
+    """Of two classes one is a hundred times as exact: its interval shrinks to its own rows as their sources grow in number."""
+    noisy = [
+        judged(f"w{number}", f"w{number % 8}", math.exp(0.4 * (number % 5 - 2)), replace(HOPPER, experts=True))
+        for number in range(80)
+    ]
+    widths = []
+    for sources in (1, 4, 80):
+        exact = [
+            judged(f"n{number}", f"n{number % sources}", math.exp(0.004 * (number % 5 - 2)), HOPPER) for number in range(80)
+        ]
+        medians = dict.fromkeys((row.predicted.row.id for row in [*noisy, *exact]), (0.0, 0.1))
+        low, high = interval_ends([*noisy, *exact], medians)[class_of(HOPPER)]
+        widths.append(high - low)
+    assert widths[0] >= widths[1] > widths[2]
+    assert widths[2] < 1.0
 
 
 def test_effects_are_read_as_they_were_written() -> None:

@@ -802,3 +802,19 @@ def test_eight_bit_states_and_updates_in_the_backward_are_held_as_stated() -> No
     peaks = [answer(asked(**NAMED, **values, id="torchtune-x-1", notes=text)).peak_bytes for text in notes]
     assert peaks[0] - peaks[1] == pytest.approx(2 * 8.03e9, rel=0.02)
     assert peaks[1] - peaks[2] == pytest.approx(2 * 8.03e9, rel=0.02)
+
+
+def test_selective_recomputation_frees_the_scores_of_a_layer_that_nothing_divides() -> None:
+    """Unfused attention keeps heads * seq^2 scores a sample; selective recomputation makes them again, with tp or without."""
+    kept, freed = (
+        question(id="nemo-launcher-1", tp="1", pp="1", dp="8", gpus="8", recompute=text) for text in ("none", "selective")
+    )
+    assert kept.plan.recompute == "none"
+    assert set(freed.plan.recompute) == {f"selective:h.{layer}" for layer in range(4)}
+    assert answer(freed).peak_bytes < answer(kept).peak_bytes
+    assert answer(freed).step_s > answer(kept).step_s
+
+
+def test_nemo_of_2023_does_not_overlap_tensor_parallelism() -> None:
+    assert question(id="nemo-1", pp="1", dp="4").plan.tensor_overlap
+    assert not question(id="nemo-launcher-1", pp="1", dp="4").plan.tensor_overlap

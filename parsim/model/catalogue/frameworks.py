@@ -322,11 +322,13 @@ NEMO = replace(
         replace(
             MEGATRON_CORE,
             name="nemo",
-            source="NeMo launcher 23.07, gpt3/40b.yaml and bert/4b.yaml: selective recomputation and a fused softmax",
+            source="NeMo launcher 23.07, gpt3/40b.yaml and bert/4b.yaml: selective recomputation and a fused softmax; "
+            "gpt3/175b.yaml @10f909107aa9 and @0c6c960da12a: transformer_engine and ub_tp_comm_overlap are off",
             until=2023,
             earlier=(),
             kernels="megatron-core-unfused",
             recompute="selective",
+            tensor_overlap=False,
         ),
     ),
 )

@@ -147,13 +147,15 @@ SUFFIXES = (
 
 def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
-    text = re.sub(r"\s*\(.*\)$", "", name.lower().rstrip("/"))
+    text = re.sub(r"\s*\((\d[\d.]*[bm])\)$", r"-\1", name.lower().rstrip("/"))  # a size in brackets is of the name
+    text = re.sub(r"\s*\(.*\)$", "", text)
     text = re.sub(r"^.*/(?=[a-z])", "", text)  # folders, or the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
     text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
     text = re.sub(r"^llama-?1?-?(?=7b|13b|30b|33b|65b)", "llama-", text)
     text = re.sub(r"^gpt-?3-?(?=\d)", "gpt3-", text)
+    text = re.sub(r"^gpt-?2(?=-|$)", "gpt2", text)
     text = re.sub(r"^qwen-?2\.5-", "qwen2-", text)
     text = re.sub(r"^qwen-(?=\d)", "qwen", text)
     text = re.sub(r"^qwen(?:1\.5-|-)?(?=(?:1\.8|7|14|72)b)", "qwen-", text)
