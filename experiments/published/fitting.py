@@ -173,7 +173,7 @@ LEAST = 0.3
 
 
 def ends_of(scores: Floats, weights: Floats, share: float) -> Ends:
-    """The shortest interval of standard scores (of held-out rows, in deviations from their medians) with a share of the weight."""
+    """The shortest interval of standard scores (of held-out rows, from their medians) that has a share of the weight."""
     order = np.argsort(scores)
     ordered, total = scores[order], np.concatenate(([0.0], np.cumsum(weights[order])))
     best = (float(ordered[0]), float(ordered[-1]))

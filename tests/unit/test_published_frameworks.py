@@ -394,7 +394,7 @@ HOPPER = replace(UNNAMED, framework="fsdp")
 
 @pytest.mark.parametrize("rows", [1, 4, 50])
 def test_one_source_shows_as_much_of_its_chip_as_its_rows_can(rows: int) -> None:
-    """The best linear unbiased prediction of one of three effects: t^2 / (t^2 + 2 f^2 + s^2 + e^2 / n) of the mean of n rows."""
+    """The best linear unbiased prediction of one of three effects: t^2 / (t^2 + 2 f^2 + s^2 + e^2 / n) of a mean of n rows."""
     seen = [judged(str(number), "a", 1.1, HOPPER) for number in range(rows)]
     effects = fitted([*seen, *(_far(number) for number in range(3))], [judged("guessed", "a", 1.1, UNNAMED)])
     chip, source, noise = PRIORS["chip"] ** 2, SOURCE_SIGMA**2, NOISE[class_of(HOPPER)] ** 2
