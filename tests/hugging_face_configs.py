@@ -79,136 +79,87 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _full(model_type: str, architecture: str, sizes: tuple[int, int, int, int, int], text: str = "") -> dict[str, Any]:
-    """Sizes: hidden, intermediate, layers, heads, vocabulary."""
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return _config(model_type, architecture, text, **dict(zip(names, sizes, strict=True)))
-
-
 FULL: dict[str, tuple[dict[str, Any], int]] = {
-    "gpt2": (_config("gpt2", "GPT2LMHeadModel"), 124_439_808),
-    "bert-base": (_config("bert", "BertForMaskedLM"), 109_514_298),
-    "llama-3-8b": (
-        _full(
-            "llama",
-            "LlamaForCausalLM",
-            (4096, 14336, 32, 32, 128256),
-            "num_key_value_heads=8 max_position_embeddings=8192 rope_theta=500000.0 rms_norm_eps=1e-05",
+    name: (_config(kind, head, sizes), parameters)
+    for name, kind, head, parameters, sizes in (
+        ("gpt2", "gpt2", "GPT2LMHeadModel", 124_439_808, ""),
+        ("bert-base", "bert", "BertForMaskedLM", 109_514_298, ""),
+        (
+            *("llama-3-8b", "llama", "LlamaForCausalLM", 8_030_261_248),
+            "num_key_value_heads=8 max_position_embeddings=8192 rope_theta=500000.0 rms_norm_eps=1e-05 "
+            "hidden_size=4096 intermediate_size=14336 num_hidden_layers=32 num_attention_heads=32 vocab_size=128256",
         ),
-        8_030_261_248,
-    ),
-    "llama-3-70b": (
-        _full(
-            "llama",
-            "LlamaForCausalLM",
-            (8192, 28672, 80, 64, 128256),
-            "num_key_value_heads=8 max_position_embeddings=8192 rope_theta=500000.0 rms_norm_eps=1e-05",
+        (
+            *("llama-3-70b", "llama", "LlamaForCausalLM", 70_553_706_496),
+            "num_key_value_heads=8 max_position_embeddings=8192 rope_theta=500000.0 rms_norm_eps=1e-05 "
+            "hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64 vocab_size=128256",
         ),
-        70_553_706_496,
-    ),
-    "mistral-7b": (
-        _full(
-            "mistral",
-            "MistralForCausalLM",
-            (4096, 14336, 32, 32, 32000),
-            "num_key_value_heads=8 max_position_embeddings=32768 sliding_window=4096",
+        (
+            *("mistral-7b", "mistral", "MistralForCausalLM", 7_241_732_096),
+            "num_key_value_heads=8 max_position_embeddings=32768 sliding_window=4096 hidden_size=4096 "
+            "intermediate_size=14336 num_hidden_layers=32 num_attention_heads=32 vocab_size=32000",
         ),
-        7_241_732_096,
-    ),
-    "mixtral-8x7b": (
-        _full(
-            "mixtral",
-            "MixtralForCausalLM",
-            (4096, 14336, 32, 32, 32000),
-            "num_key_value_heads=8 max_position_embeddings=32768 num_local_experts=8 num_experts_per_tok=2",
+        (
+            *("mixtral-8x7b", "mixtral", "MixtralForCausalLM", 46_702_792_704),
+            "num_key_value_heads=8 max_position_embeddings=32768 num_local_experts=8 num_experts_per_tok=2 "
+            "hidden_size=4096 intermediate_size=14336 num_hidden_layers=32 num_attention_heads=32 vocab_size=32000",
         ),
-        46_702_792_704,
-    ),
-    "qwen2.5-7b": (
-        _full(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            (3584, 18944, 28, 28, 152064),
-            "num_key_value_heads=4 max_position_embeddings=131072 tie_word_embeddings=false",
+        (
+            *("qwen2.5-7b", "qwen2", "Qwen2ForCausalLM", 7_615_616_512),
+            "num_key_value_heads=4 max_position_embeddings=131072 tie_word_embeddings=false hidden_size=3584 "
+            "intermediate_size=18944 num_hidden_layers=28 num_attention_heads=28 vocab_size=152064",
         ),
-        7_615_616_512,
-    ),
-    "qwen3-8b": (
-        _full(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            (4096, 12288, 36, 32, 151936),
-            "num_key_value_heads=8 head_dim=128 max_position_embeddings=40960 tie_word_embeddings=false",
+        (
+            *("qwen3-8b", "qwen3", "Qwen3ForCausalLM", 8_190_735_360),
+            "num_key_value_heads=8 head_dim=128 max_position_embeddings=40960 tie_word_embeddings=false "
+            "hidden_size=4096 intermediate_size=12288 num_hidden_layers=36 num_attention_heads=32 vocab_size=151936",
         ),
-        8_190_735_360,
-    ),
-    "qwen3-30b-a3b": (
-        _full(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            (2048, 6144, 48, 32, 151936),
+        (
+            *("qwen3-30b-a3b", "qwen3_moe", "Qwen3MoeForCausalLM", 30_532_122_624),
             "moe_intermediate_size=768 num_key_value_heads=4 head_dim=128 num_experts=128 num_experts_per_tok=8 "
-            "max_position_embeddings=40960 tie_word_embeddings=false",
+            "max_position_embeddings=40960 tie_word_embeddings=false hidden_size=2048 intermediate_size=6144 "
+            "num_hidden_layers=48 num_attention_heads=32 vocab_size=151936",
         ),
-        30_532_122_624,
-    ),
-    "gemma-2b": (
-        _full(
-            "gemma",
-            "GemmaForCausalLM",
-            (2048, 16384, 18, 8, 256000),
-            "num_key_value_heads=1 head_dim=256 max_position_embeddings=8192",
+        (
+            *("gemma-2b", "gemma", "GemmaForCausalLM", 2_506_172_416),
+            "num_key_value_heads=1 head_dim=256 max_position_embeddings=8192 hidden_size=2048 intermediate_size=16384 "
+            "num_hidden_layers=18 num_attention_heads=8 vocab_size=256000",
         ),
-        2_506_172_416,
-    ),
-    "gemma-2-9b": (
-        _full(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            (3584, 14336, 42, 16, 256000),
-            "num_key_value_heads=8 head_dim=256 max_position_embeddings=8192 sliding_window=4096",
+        (
+            *("gemma-2-9b", "gemma2", "Gemma2ForCausalLM", 9_241_705_984),
+            "num_key_value_heads=8 head_dim=256 max_position_embeddings=8192 sliding_window=4096 hidden_size=3584 "
+            "intermediate_size=14336 num_hidden_layers=42 num_attention_heads=16 vocab_size=256000",
         ),
-        9_241_705_984,
-    ),
-    "gemma-3-1b": (
-        _full(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            (1152, 6912, 26, 4, 262144),
-            "num_key_value_heads=1 head_dim=256 max_position_embeddings=32768 sliding_window=512",
+        (
+            *("gemma-3-1b", "gemma3_text", "Gemma3ForCausalLM", 999_885_952),
+            "num_key_value_heads=1 head_dim=256 max_position_embeddings=32768 sliding_window=512 hidden_size=1152 "
+            "intermediate_size=6912 num_hidden_layers=26 num_attention_heads=4 vocab_size=262144",
         ),
-        999_885_952,
-    ),
-    "phi-2": (
-        _full("phi", "PhiForCausalLM", (2560, 10240, 32, 32, 51200), "max_position_embeddings=2048 partial_rotary_factor=0.4"),
-        2_779_683_840,
-    ),
-    "phi-3-mini": (
-        _full("phi3", "Phi3ForCausalLM", (3072, 8192, 32, 32, 32064), "num_key_value_heads=32 max_position_embeddings=4096"),
-        3_821_079_552,
-    ),
-    "t5-base": (
-        _config(
-            "t5",
-            "T5ForConditionalGeneration",
+        (
+            *("phi-2", "phi", "PhiForCausalLM", 2_779_683_840),
+            "max_position_embeddings=2048 partial_rotary_factor=0.4 hidden_size=2560 intermediate_size=10240 "
+            "num_hidden_layers=32 num_attention_heads=32 vocab_size=51200",
+        ),
+        (
+            *("phi-3-mini", "phi3", "Phi3ForCausalLM", 3_821_079_552),
+            "num_key_value_heads=32 max_position_embeddings=4096 hidden_size=3072 intermediate_size=8192 "
+            "num_hidden_layers=32 num_attention_heads=32 vocab_size=32064",
+        ),
+        (
+            *("t5-base", "t5", "T5ForConditionalGeneration", 222_903_552),
             "d_model=768 d_ff=3072 d_kv=64 num_heads=12 num_layers=12 vocab_size=32128 decoder_start_token_id=0",
         ),
-        222_903_552,
-    ),
-    "whisper-small": (
-        _config(
-            "whisper",
-            "WhisperForConditionalGeneration",
+        (
+            *("whisper-small", "whisper", "WhisperForConditionalGeneration", 241_734_912),
             "d_model=768 encoder_layers=12 decoder_layers=12 encoder_attention_heads=12 decoder_attention_heads=12 "
             "encoder_ffn_dim=3072 decoder_ffn_dim=3072 vocab_size=51865",
         ),
-        241_734_912,
-    ),
-    "vit-base": (_config("vit", "ViTForImageClassification", "num_labels=1000"), 86_567_656),
-    "clip-vit-base-32": (_config("clip", "CLIPForImageClassification", "num_labels=1000"), 88_225_000),
-    "mamba-130m": (
-        _config("mamba", "MambaForCausalLM", "hidden_size=768 num_hidden_layers=24 state_size=16 vocab_size=50280"),
-        129_135_360,
-    ),
+        ("vit-base", "vit", "ViTForImageClassification", 86_567_656, "num_labels=1000"),
+        ("clip-vit-base-32", "clip", "CLIPForImageClassification", 88_225_000, "num_labels=1000"),
+        (
+            *("mamba-130m", "mamba", "MambaForCausalLM", 129_135_360),
+            "hidden_size=768 num_hidden_layers=24 state_size=16 vocab_size=50280",
+        ),
+    )
 }
 """Public shapes, with the number of parameters as published (CLIP's: of its image tower with a head of 1000 classes)."""

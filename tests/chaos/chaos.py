@@ -31,7 +31,7 @@ from pathlib import Path
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 from parsim.execute.processes.output import descendants, rank_processes
 from tests.chaos.outcomes import Outcome, add_outcome, recorded, table
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 STEPS, EVERY = 60, 2
 TIMEOUT_S = 3
@@ -157,10 +157,7 @@ def prepare(folder: Path, plan: str) -> list[float]:
     """The question, and the losses of a training that nothing disturbs."""
     folder.mkdir(exist_ok=True)
     (folder / "RUN.toml").write_text(RUN + PLANS[plan])
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": name} for name in ("all_gather", "reduce_scatter")]  # of ZeRO 3
-    (folder / "profile.json").write_text(json.dumps(profile))
+    write_profile(folder, "all_gather", "reduce_scatter")
     (folder / "pausing.py").write_text(MODULE)
     done = subprocess.run(_command(folder / "whole"), cwd=folder, env=_environment(folder), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

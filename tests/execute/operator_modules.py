@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LENGTH, FEATURES, HIDDEN, CLASSES = 20, 64, 128, 10
-HEAD = 2 * HIDDEN * CLASSES
 
 
 class Recurrent(nn.Module):
@@ -29,61 +28,6 @@ def recurrent_flop(gates: int, layers: int = 2, ways: int = 1) -> int:
     """Each step of each direction: gates x hidden outputs from its input and from its state."""
     inputs = [FEATURES, *(HIDDEN * ways for _ in range(layers - 1))]
     return sum(2 * LENGTH * ways * gates * HIDDEN * (size + HIDDEN) for size in inputs) + 2 * HIDDEN * ways * CLASSES
-
-
-class Experts(nn.Module):
-    """Every expert computes every token; the gate of the top k weighs them (dense: no control flow depends on data)."""
-
-    experts, width, inner = 4, 32, 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(self.width, self.experts)
-        self.up = nn.Parameter(torch.randn(self.experts, self.width, self.inner))
-        self.down = nn.Parameter(torch.randn(self.experts, self.inner, self.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        scores = self.gate(x).softmax(-1)
-        top, chosen = scores.topk(2, -1)
-        weights = torch.zeros_like(scores).scatter(-1, chosen, top)
-        tokens = x.reshape(1, batch * length, width).expand(self.experts, -1, -1)
-        made = torch.bmm(F.gelu(torch.bmm(tokens, self.up)), self.down).reshape(self.experts, batch, length, width)
-        return torch.einsum("ebth,bte->bth", made, weights).mean(1)
-
-
-class RoutedExperts(nn.Module):
-    """Each token goes to its two experts: equal groups of tokens, sorted by expert, one grouped product."""
-
-    experts, width, inner = 4, 32, 64
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(self.width, self.experts)
-        self.up = nn.Parameter(torch.randn(self.experts, self.width, self.inner))
-        self.down = nn.Parameter(torch.randn(self.experts, self.inner, self.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        top, chosen = self.gate(tokens).softmax(-1).topk(2, -1)
-        order = chosen.flatten().argsort()
-        groups = tokens.repeat_interleave(2, 0)[order].reshape(self.experts, -1, self.width)
-        made = torch.bmm(F.gelu(torch.bmm(groups, self.up)), self.down).reshape(-1, self.width)
-        out = torch.zeros_like(tokens).index_add(0, order // 2, made.to(tokens.dtype) * top.flatten()[order, None])
-        return out.reshape(x.shape).mean(1)
-
-
-class DataDependentExperts(Experts):
-    """How Python code routes tokens: which rows an expert gets depends on the data."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        chosen = self.gate(tokens).argmax(-1)
-        out = torch.zeros_like(tokens)
-        for number in range(self.experts):
-            rows = torch.where(chosen == number)[0]
-            out[rows] = tokens[rows] @ self.up[number] @ self.down[number]
-        return out
 
 
 class UNet(nn.Module):
@@ -137,24 +81,6 @@ class Bag(nn.Module):
         return self.table(x)
 
 
-class Graph(nn.Module):
-    """A message along each edge, summed where it arrives."""
-
-    nodes, edges, width = 64, 256, 32
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message = nn.Linear(self.width, self.width)
-        self.source: Tensor
-        self.target: Tensor
-        self.register_buffer("source", torch.randint(self.nodes, (self.edges,)))
-        self.register_buffer("target", torch.randint(self.nodes, (self.edges,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        messages = self.message(x)[:, self.source].to(x.dtype)
-        return torch.zeros_like(x).index_add(1, self.target, messages).mean(1)
-
-
 class LowRank(nn.Module):
     """A weight of two factors: work on parameters alone."""
 
@@ -188,20 +114,14 @@ class Solve(nn.Module):
 
 Case = tuple[Callable[[], nn.Module], tuple[int, ...], float, float]
 SEQUENCE = (LENGTH, FEATURES)
-TOKENS = (LENGTH, Experts.width)
-EXPERT_FLOP = 2 * 2 * Experts.width * Experts.inner
-GATE_FLOP = 2 * Experts.width * Experts.experts
 CASES: dict[str, Case] = {
     "lstm": (lambda: Recurrent(nn.LSTM), SEQUENCE, recurrent_flop(4), 2),
     "lstm_bidirectional": (lambda: Recurrent(nn.LSTM, bidirectional=True), SEQUENCE, recurrent_flop(4, ways=2), 2),
     "gru": (lambda: Recurrent(nn.GRU), SEQUENCE, recurrent_flop(3), 2),
     "rnn": (lambda: Recurrent(nn.RNN), SEQUENCE, recurrent_flop(1), 2),
-    "experts": (Experts, TOKENS, LENGTH * (GATE_FLOP + 4 * EXPERT_FLOP + 2 * 4 * Experts.width), 2),
-    "routed_experts": (RoutedExperts, TOKENS, LENGTH * (GATE_FLOP + 2 * EXPERT_FLOP), 2),
     "unet": (UNet, (3, 32, 32), UNET_FLOP, 2),
     "bilinear": (Bilinear, SEQUENCE, 2 * 32 * 48 * FEATURES, 2),
     "fourier": (Fourier, SEQUENCE, FOURIER_FLOP, 1),
-    "graph": (Graph, (Graph.nodes, Graph.width), 2 * Graph.nodes * Graph.width**2, 2),
     "loop": (Loop, SEQUENCE, 2 * LENGTH * FEATURES**2, 2),
     "solve": (Solve, SEQUENCE, 2 * LENGTH**3 / 3 + 2 * LENGTH**2, 2),
 }

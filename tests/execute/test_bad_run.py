@@ -91,6 +91,14 @@ def cpu_profile() -> dict[str, Any]:
     }
 
 
+def write_profile(folder: Path, *operations: str) -> None:
+    """That profile as profile.json, with lines of further collectives."""
+    profile = cpu_profile()
+    fits = profile["communication"]["fits"]
+    fits += [{**fits[0], "operation": operation} for operation in operations]
+    (folder / "profile.json").write_text(json.dumps(profile))
+
+
 def parsim(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "parsim", *arguments]
@@ -114,7 +122,7 @@ def processes_that_name(text: str) -> list[str]:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     (tmp_path / "RUN.toml").write_text(RUN_TOML)
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     (tmp_path / "mortal.py").write_text(MORTAL)
     run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "kept")
     assert (run.returncode, run.stdout) == (1, ""), run.stderr

@@ -20,7 +20,7 @@ from parsim.app.run_folder import RunFolder, held
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.processes.output import descendants, rank_processes
 from tests.execute.sockets import Socket, sockets_of
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 RUN = """\
 [model]
@@ -41,7 +41,7 @@ strategy = "dp"
 def folder_with_run(folder: Path, *, steps: int, learning_rate: float = 0.02) -> Path:
     text = RUN.replace("LEARNING_RATE", str(learning_rate)).replace("STEPS", str(steps))
     (folder / "RUN.toml").write_text(text)
-    (folder / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(folder)
     return folder
 
 

@@ -29,7 +29,7 @@ from parsim.execute.processes.output import descendants
 from parsim.formats.launch import LaunchFile, slurm_text, torchrun_text
 from tests.execute.rank_states import newest
 from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 RUN = """\
 [model]
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from parsim.app.write_folder import write_prediction
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     write_prediction(RunFolder(tmp_path / "kept"), plan("run.toml").chosen)
     return tmp_path / "kept"

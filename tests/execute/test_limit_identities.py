@@ -177,11 +177,3 @@ def test_a_closed_loop_of_a_plan_is_one_that_measures_the_consensus_distance(n: 
 def test_gossip_on_a_graph_is_the_rule_of_a_plan(n: int, seed: int, name: str) -> None:
     part, graph = partition(n, seed), mixing_graph(name, n)
     assert apart(by_hand(part, seed, "sgd", graph), planned(part, seed, kind="gossip", graph=name)) <= 1e-12
-
-
-@few
-@given(seeds, optimizers, st.sampled_from(["ring", "complete", "exponential"]))
-def test_one_worker_is_sgd(seed: int, optimizer: str, graph: str) -> None:
-    part, momentum = partition(1, seed), 0.9 if optimizer == "sgd_momentum" else 0.0
-    run = by_hand(part, seed, optimizer, mixing_graph(graph, 1))
-    assert apart(run.mean(0), synchronous(part, seed, momentum)) <= 1e-12

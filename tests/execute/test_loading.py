@@ -35,7 +35,7 @@ from parsim.work import LoadBatch
 from tests.execute import own_data
 from tests.execute.own_data import SLEEP_S, Noisy
 from tests.execute.small_plans import MLP, case
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import cpu_profile, write_profile
 from tests.execute.test_equality import assert_equal_to_one_process
 
 pytest.importorskip("torch", reason="needs the torch extra")
@@ -493,7 +493,7 @@ def test_what_was_measured_can_be_read_back() -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARSIM_ALLOW_CODE", "1")
     return tmp_path

@@ -25,7 +25,6 @@ from parsim.model.objective import Objective
 from parsim.model.spec import ModelSpec
 from parsim.model.total_loss import loss_form, total_loss
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import Plan, Stage
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.described_specs import DESCRIBED
 
@@ -517,18 +516,6 @@ def test_what_a_forward_hands_on_is_named(module: nn.Module, form: str, note: st
     assert bool(model.assumptions) is (note is not None)
 
 
-def test_a_run_does_not_divide_the_batch_of_a_codebook() -> None:
-    model = model_from_module(Codebook(), X)
-    for ways in (1, 2):
-        stages = (Stage(components=tuple(part.name for part in model.components), ranks=tuple(range(ways))),)
-        plan = Plan(strategy="dp", mesh=Mesh(dp=ways), stages=stages, global_batch=4, microbatches=1)
-        if ways == 1:
-            check_loss(model, plan, allowed=False)
-        else:
-            with pytest.raises(PlanError, match="mixes the samples of a batch"):
-                check_loss(model, plan, allowed=False)
-
-
 class Recurrent(nn.Module):
     """Keeps the state of the batch before in a plain attribute; or only what others may look at, or a table of its own."""
 
@@ -585,14 +572,3 @@ def _set(weight: Tensor) -> None:
 def test_a_forward_that_changes_a_trained_weight_is_refused(write: Callable[[Tensor], object]) -> None:
     with pytest.raises(TraceError, match=r"changes the parameter layer\.weight inside its forward at .*parametrize"):
         model_from_module(Writing(write), X)
-
-
-def test_an_embedding_that_rescales_its_rows_is_refused() -> None:
-    module = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3))
-    with pytest.raises(TraceError, match=r"changes the parameter 0\.weight .*in place of max_norm"):
-        model_from_module(module, torch.zeros(4, 2, dtype=torch.int64))
-
-
-def test_notes_are_kept_in_files() -> None:
-    model = model_from_module(Codebook(), X)
-    assert Model.from_json(model.to_json()) == model

@@ -28,7 +28,6 @@ from tests.execute.operator_modules import (
     FEATURES,
     LENGTH,
     Bag,
-    DataDependentExperts,
     LowRank,
     Recurrent,
 )
@@ -112,14 +111,6 @@ def test_work_on_parameters_alone_is_counted_once_whatever_the_samples() -> None
     assert product.forward_flop == 2 * FEATURES * FEATURES * 8
     growth = seconds(model, Phase.FORWARD, 512) - seconds(model, Phase.FORWARD, 256)
     assert growth < 1e-3
-
-
-def test_routing_that_depends_on_data_is_counted_with_balanced_experts() -> None:
-    """Before, it was refused. Every token takes one of four experts, and the answer says so."""
-    model = trace(DataDependentExperts(), torch.randn(2, LENGTH, 32)).model
-    one_expert = 2 * 2 * 32 * 64
-    assert total_flop(model) == LENGTH * (2 * 32 * 4 + one_expert)
-    assert "balanced experts: 1 of 4 for each of 20 tokens per sample, 5 tokens each" in model.assumptions[0]
 
 
 def test_a_failing_line_is_named() -> None:

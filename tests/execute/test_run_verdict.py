@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 from parsim.execute.processes.output import rank_processes
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 RUN = """\
 [model]
@@ -56,7 +56,7 @@ def limit_rank(rank: int, until: threading.Event) -> None:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
 @pytest.mark.xdist_group("launch")
 def test_a_rank_that_runs_a_quarter_of_the_time_is_named(tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     ended = threading.Event()
     slower = threading.Thread(target=limit_rank, args=(1, ended), daemon=True)

@@ -49,7 +49,7 @@ from parsim.program.templates import lower_columns
 from parsim.search.search import search
 from parsim.work import ClipGradients, Collective, OptimizerStep
 from tests.execute.small_plans import GPT, MLP, VIT, case
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 from tests.execute.test_equality import APART, MAKER, TTUR, TWO_RATES, game, group
 from tests.matrix.kinds import GAME
 from tests.quick import some_quick
@@ -263,10 +263,7 @@ zero_stage = 1
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_profile(tmp_path, "reduce_scatter", "all_gather")
     (tmp_path / "run.toml").write_text(RUN.replace("TENSORBOARD", "false"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -466,10 +463,7 @@ zero_stage = 1
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_run_file_with_groups_is_priced_run_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_profile(tmp_path, "reduce_scatter", "all_gather")
     (tmp_path / "run.toml").write_text(GAN_RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARSIM_ALLOW_CODE", "1")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parsim.app.train import open_run, run
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 
@@ -90,10 +90,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "training_tasks", raising=False)
     shutil.copy(TASKS / "training_tasks.py", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_profile(tmp_path, "reduce_scatter", "all_gather")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARSIM_ALLOW_CODE", "1")
     return tmp_path

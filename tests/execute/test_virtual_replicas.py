@@ -53,29 +53,32 @@ def apart(first: Tensor, second: Tensor) -> float:
     return (first - second).abs().max().item()
 
 
-def synchronous(n: int, optimizer: str, *, epochs: int = 2) -> Tensor:
+def synchronous(problem: LearningProblem, model: nn.Module, partition: Partition, optimizer: str) -> Tensor:
     """torch.optim on the mean of the workers' losses: [D]."""
-    problem, partition = problem_of(n), partition_of(n)
-    model = copy.deepcopy(model_of(problem))
+    model, order = copy.deepcopy(model), partition.order(problem)
     make = {"sgd": torch.optim.SGD, "sgd_momentum": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
     rule = make(model.parameters(), lr=RATES[optimizer], **({"momentum": 0.9} if optimizer == "sgd_momentum" else {}))
-    order = partition.order(problem)
-    for step in range(epochs * order.steps_per_epoch):
+    for step in range(partition.epochs * order.steps_per_epoch):
         rule.zero_grad()
-        samples = order.indices(step).reshape(n, -1)
-        losses = [nn.functional.cross_entropy(model(problem.inputs[own]), problem.targets[own]) for own in samples]
+        samples = order.indices(step).reshape(partition.workers, -1)
+        losses = [problem.loss(model(problem.inputs[own]), problem.targets[own]) for own in samples]
         torch.stack(losses).mean().backward()
         rule.step()
     return torch.cat([value.detach().flatten() for value in model.parameters()])
 
 
+def synchronous_of(n: int, optimizer: str) -> Tensor:
+    problem = problem_of(n)
+    return synchronous(problem, model_of(problem), partition_of(n), optimizer)
+
+
 @pytest.mark.parametrize("optimizer", RATES)
 def test_centralised_is_synchronous_training_with_every_optimizer(optimizer: str) -> None:
-    assert apart(train(6, optimizer, "all_reduce")[0].weights[0], synchronous(6, optimizer)) <= 1e-12
+    assert apart(train(6, optimizer, "all_reduce")[0].weights[0], synchronous_of(6, optimizer)) <= 1e-12
 
 
 def test_one_worker_is_sgd_and_no_rounds_are_independent_training() -> None:
-    assert apart(train(1, rule="gossip/1 ring")[0].weights[0], synchronous(1, "sgd")) <= 1e-13
+    assert apart(train(1, rule="gossip/1 ring")[0].weights[0], synchronous_of(1, "sgd")) <= 1e-13
     workers, training = train(4, "sgd_momentum", "average/1000")[0], training_of(4, "sgd_momentum")
     order = partition_of(4).order(problem_of(4))
     for worker in range(4):
@@ -181,24 +184,6 @@ def alone(partition: Partition, kind: str = "sgd") -> Tensor:
     return workers.weights
 
 
-def data_parallel(partition: Partition, kind: str) -> Tensor:
-    """Plain torch: one optimizer, the mean of the workers' gradients at every step."""
-    problem = small_problem()
-    model = small_model(problem)
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.1),
-    }
-    optimizer, order = makers[kind](model.parameters()), partition.order(problem)
-    for step in range(steps_in(partition)):
-        optimizer.zero_grad()
-        for samples in torch.from_numpy(order.indices(step).reshape(partition.workers, -1)):
-            (problem.loss(model(problem.inputs[samples]), problem.targets[samples]) / partition.workers).backward()
-        optimizer.step()
-    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
-
-
 EVEN = Partition(workers=4, epochs=4, batch=4, seed=5)
 
 
@@ -215,7 +200,9 @@ def test_post_local_begins_synchronous_and_ends_local() -> None:
     half = steps_in(EVEN) // 2
     every_step, local = Synchronisation(kind="average"), Synchronisation(kind="average", period_steps=5)
     warm = train_averaged(training(), EVEN, (every_step, half), (every_step, half)).weights
-    assert (warm - data_parallel(EVEN, "sgd")).abs().max().item() <= 1e-12, "a phase goes on where the one before ended"
+    assert (warm - synchronous(small_problem(), small_model(small_problem()), EVEN, "sgd")).abs().max().item() <= 1e-12, (
+        "a phase goes on where the one before ended"
+    )
     cold = train_averaged(training(), EVEN, (every_step, half), (local, half)).weights
     assert not torch.equal(cold, warm)
 
@@ -304,16 +291,6 @@ def test_a_recorded_order_replays_bitwise(kind: str) -> None:
     another = tuple(sorted(order, key=lambda event: (event.epoch, -event.worker)))
     other = train_by_arrival(training(), part, rule, order=another)
     assert not torch.equal(asked.weights, other.weights), "the order of arrival is part of the algorithm"
-
-
-def test_a_straggler_in_simulated_seconds() -> None:
-    """2x slower among 8: merging keeps at least 0.93 of (7 + 0.5)/8 of the throughput, where averaging keeps a half."""
-    part, slow = Partition(workers=8, epochs=6, batch=3), [2.0, *[1.0] * 7]
-    merged = train_by_arrival(
-        training(), part, MergeRule(workers=8), step_s=lambda worker, epoch: slow[worker], total_merges=45
-    )
-    epoch_s = part.order(small_problem()).steps_per_epoch
-    assert (45 / merged.curve[-1][0]) / (8 / epoch_s) >= 0.93 * (7 + 0.5) / 8
 
 
 def test_regression_learns() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.common.equality import Case, compare_case, run_cases
+from experiments.common.equality import Case
 from experiments.common.shards import assert_shards_equal_whole, traced_and_recorded
 from parsim.app.train import open_run
 from parsim.app.train import run as run_file
@@ -35,7 +34,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.lower import lower
 from parsim.work import Collective
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
+from tests.execute.test_equality import assert_equal_to_one_process
 from tests.hugging_face_configs import SMALL
 
 SPEC = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 12), ("vocab", 32)))
@@ -115,9 +115,7 @@ def test_two_processes_share_a_vocabulary(tmp_path: Path) -> None:
         sent = {task.origin.value for task in lower(plan, model).tasks if isinstance(task.work, Collective)}
         assert not sent & set(model.components[-4].outputs)
         assert {"loss.maximum:0", "loss.sums:0"} <= sent
-    for case, run in zip(cases, run_cases(cases, tmp_path, steps=4), strict=True):
-        difference = compare_case(case, run, tmp_path, steps=4)
-        assert difference.worst <= 1e-10, f"{case}: {difference}"
+    assert_equal_to_one_process(cases, tmp_path, steps=4)
 
 
 @pytest.mark.slow
@@ -136,9 +134,7 @@ def test_mamba_and_mixtral_on_two_processes(tmp_path: Path) -> None:
         assert len(cut) >= len(model.components) - 2, cut
         plan = all_in_shards(model, "replicate")
         cases.append(Case(spec=spec, plan=plan, granularity="sublayer", dataset="synthetic", dtype="float32"))
-    for case, run in zip(cases, run_cases(cases, tmp_path, steps=3), strict=True):
-        difference = compare_case(case, run, tmp_path, steps=3)
-        assert difference.worst <= 1e-5, f"{case}: {difference}"
+    assert_equal_to_one_process(cases, tmp_path, steps=3, tolerance=1e-5)
 
 
 # A vocabulary that the shards do not divide: pieces with padding equal the whole, alone and in training on real processes.
@@ -240,12 +236,6 @@ def case(plan: Plan, optimizer: str = "adamw") -> Case:
     return Case(spec=ODD_SPEC, plan=plan, granularity="sublayer", dataset="synthetic", optimizer=optimizer, learning_rate=0.01)
 
 
-def assert_equal_to_one_process(cases: Sequence[Case], folder: Path, steps: int) -> None:
-    for case, made in zip(cases, run_cases(cases, folder, steps=steps), strict=True):
-        difference = compare_case(case, made, folder, steps=steps)
-        assert difference.worst <= 1e-10, f"{case}: {difference}"
-
-
 CONVERSIONS: tuple[dict[str, str], ...] = (
     {},
     {"loss.maximum": "replicate", "loss.sums": "batch"},
@@ -326,10 +316,7 @@ def test_a_run_resumes_under_other_plans_and_exports(tmp_path: Path, monkeypatch
 
     Without Adam: the gradient of a bias of keys is nothing but rounding, and Adam divides it by its own size.
     """
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather", "all_to_all")]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_profile(tmp_path, "reduce_scatter", "all_gather", "all_to_all")
     monkeypatch.chdir(tmp_path)
 
     def trained(steps: int, plan: str, out: str, **more: bool) -> dict[str, Any]:

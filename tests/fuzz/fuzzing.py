@@ -375,7 +375,7 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.mesh import Mesh
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
-    from tests.execute.test_bad_run import cpu_profile
+    from tests.execute.test_bad_run import write_profile
     from tests.execute.test_calibrate import REQUEST, points_of, synthetic_raw
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
@@ -401,7 +401,7 @@ def readers(folder: Path) -> list[Reader]:
     Timeline.from_spans([Span(0, "r0.compute", 0.0, 1.0)], "measured").save(made / "timeline.json.gz")
     state = RankState(weights={"w": torch.ones(3)}, buffers={"b": torch.ones(1)}, rng={"cpu": torch.get_rng_state()})
     place = save_checkpoint(made / "checkpoints", 5, state, seed=1, rank=0, world_size=1)
-    (made / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(made)
     profile = load_profile(str(made / "profile.json"))
     save_profile(profile, made / "profile.json")
     record = ValidationRecord(

@@ -181,35 +181,6 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
             Journal(path)
 
 
-@pytest.mark.slow
-def test_a_killed_programme_keeps_every_finished_row(tmp_path: Path) -> None:
-    """kill -9 in the middle, then again to the end: every case has exactly one row."""
-    script = tmp_path / "cases.py"
-    script.write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from tools.gpu.journal import Journal\n"
-        "from tools.gpu.programme import BenchmarkCase, run_programme\n"
-        "def slowly(rows, remaining_s):\n"
-        "    time.sleep(0.1)\n"
-        "    return {}\n"
-        "cases = [BenchmarkCase(name=f'case {n}', estimate_s=0.1, measure=slowly) for n in range(30)]\n"
-        "run_programme(cases, Journal(Path(sys.argv[1])), budget_s=100, clock=time.monotonic, say=print)\n"
-    )
-    path = tmp_path / "rows.jsonl"
-    first = subprocess.Popen([sys.executable, script, path], cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (path.is_file() and path.read_text().count("\n") >= 5):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    first.kill()
-    first.wait()
-    killed_after = len(read_rows(path))
-    assert 5 <= killed_after < 30
-    subprocess.run([sys.executable, script, path], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    assert [row["case"] for row in read_rows(path)] == [f"case {number}" for number in range(30)]
-
-
 def test_rows_are_json_and_carry_what_surrounds_them(tmp_path: Path) -> None:
     def around(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {**measure(), "board": {"absent": "here"}}

@@ -32,17 +32,6 @@ def test_a_call_takes_what_the_device_takes_however_slow_the_host_is(kernel_s: f
     assert timing.sustained_s >= 0.01
 
 
-def test_without_the_hold_the_host_would_be_timed() -> None:
-    device = virtual()
-    kernel = device.kernel(2e-6)
-    begin = device.mark()
-    for _ in range(100):
-        kernel()
-    end = device.mark()
-    device.synchronize()
-    assert device.elapsed_s(begin, end) / 100 == pytest.approx(10e-6, rel=0.05)
-
-
 def test_a_burst_that_the_device_began_too_early_is_repeated_behind_a_longer_hold() -> None:
     """The host becomes eight times slower after warming up, so that the first hold is too short."""
     device = virtual()

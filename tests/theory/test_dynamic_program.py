@@ -22,7 +22,6 @@ from parsim.engines.program import (
     steps_in_a_row,
     unrolled,
 )
-from parsim.engines.scenario import Conditions, Scenario, Straggler
 from parsim.engines.static import compile_graph
 from parsim.errors import GraphError
 from parsim.program.columns import columns_of
@@ -112,18 +111,6 @@ def test_programs_without_counters_equal_their_unrolled_graph(timed: Timed) -> N
         np.testing.assert_array_equal(done.end_s[whole.task], whole.end_s)
 
 
-def test_repeats_equal_the_static_engines_mean_step() -> None:
-    for seed in range(60):
-        random = Random(seed)
-        graph = random_graph(random)
-        if not graph.tasks:
-            continue
-        durations = np.array([random.uniform(0, 2) for _ in graph.tasks])
-        done = dynamic.run_program(Program(parts=(Part(graph=graph, repeat=4),)), [durations] * 4)
-        assert done.makespan_s / 4 == static.step_times_s(graph, durations[None, :], steps=4)[0]
-        assert not len(done.start_s), "nothing is kept that nobody asked for"
-
-
 def workers_graph(workers: int) -> TaskGraph:
     """Local work on each rank, then its merge at the one counter."""
     tasks = []
@@ -152,15 +139,6 @@ def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float
     numbers = [program.first_number[step] + task for step, task in done.served[COUNTER]]
     assert [event.start_s for event in wanted] == done.start_s[numbers].tolist()
     assert [event.end_s for event in wanted] == done.end_s[numbers].tolist()
-
-
-def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
-    program = Program(parts=(Part(graph=workers_graph(3), repeat=10),), arrival=frozenset({COUNTER}))
-    slow = Conditions(scenario=Scenario(stragglers=(Straggler(rank=1, factor=4.0),)))
-    done = dynamic.run_program(program, [np.array([1.0, 0.0] * 3)] * 10, conditions=slow, record=True)
-    ends = done.end_s.reshape(10, 3, 2)[:, :, 1]
-    np.testing.assert_array_equal(ends[:, 0], np.arange(1.0, 11.0))
-    np.testing.assert_array_equal(ends[:, 1], 4.0 * np.arange(1.0, 11.0))
 
 
 def test_what_a_program_cannot_be() -> None:

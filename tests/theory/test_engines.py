@@ -135,12 +135,6 @@ def test_engines_agree_bitwise_and_with_the_rule(part: int) -> None:
             assert got_end.tolist() == end, f"seed {seed}"
 
 
-@given(timed_graphs())
-def test_engines_agree_bitwise_on_drawn_graphs(timed: tuple[TaskGraph, list[float]]) -> None:
-    graph, durations = timed
-    assert_same(static.simulate(graph, durations), dynamic.simulate(graph, durations))
-
-
 def some_cores(random: Random, world_size: int) -> tuple[int, ...]:
     """Cores of ranks, at least two of which share one (if there are two)."""
     return tuple(random.randrange(max(1, world_size - 1)) for _ in range(world_size))
@@ -415,11 +409,6 @@ def test_bad_durations_name_the_task_and_the_value(simulate: Engine, value: floa
         simulate(from_text(ONE), [1.0, value])
 
 
-def test_bad_samples_name_the_row_too() -> None:
-    with pytest.raises(GraphError, match=r"task 0 .* has duration nan s in sample 1"):
-        static.step_times_s(from_text(ONE), [[1.0, 1.0], [float("nan"), 1.0]])
-
-
 @engines
 def test_shapes_are_checked(simulate: Engine) -> None:
     graph = from_text(ONE)
@@ -514,14 +503,6 @@ def test_gpipe_makespan(stages: int, microbatches: int, f: float, b: float, x: f
     wanted = (microbatches + stages - 1) * (f + b) + 2 * (stages - 1) * x
     for engine in (static, dynamic):
         assert engine.simulate(graph, durations_s(graph, f, b, x)).makespan_s == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
-def test_1f1b_makespan_without_transfer(stages: int, microbatches: int) -> None:
-    """(M+S-1)(f+b), as GPipe, but only at x = 0."""
-    graph = pipeline_graph(stages, microbatches, "1f1b")
-    timeline = static.simulate(graph, durations_s(graph, 1.0, 2.0, 0.0))
-    assert timeline.makespan_s == (microbatches + stages - 1) * 3.0
 
 
 def test_1f1b_with_transfer_is_longer_than_gpipes_formula() -> None:
@@ -630,12 +611,6 @@ def test_a_waiting_stage_splits_into_transfer_and_bubble() -> None:
     for entry, bubble in zip(breakdown(graph, timeline), (3.0, 3.0), strict=True):
         assert (entry.compute_s, entry.exposed_communication_s, entry.bubble_s) == (3.0, 1.0, bubble)
         assert entry.communication_busy_s == 1.0
-
-
-def test_replicas_of_a_pipeline_do_not_disturb_one_another() -> None:
-    alone, twice = pipeline_graph(3, 4, "1f1b"), pipeline_graph(3, 4, "1f1b", replicas=2)
-    times = [static.simulate(graph, durations_s(graph, 1.0, 2.0, 0.1)).makespan_s for graph in (alone, twice)]
-    assert times[0] == times[1]
 
 
 def test_steady_state_of_repeated_steps_has_no_fill() -> None:

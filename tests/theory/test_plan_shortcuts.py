@@ -6,20 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import random_durations_s
 
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.costs import Costs
-from parsim.costs.estimate import OverlapFactors
-from parsim.engines import dynamic, static
 from parsim.engines.static import CompiledGraph
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -32,7 +28,7 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, Action, few_rounds, pipeline_
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with, even_parts, stages_of
 from parsim.predict import memory as memory_module
-from parsim.predict.breakdown import breakdown, union
+from parsim.predict.breakdown import union
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.folding import Exchange, InsideSeconds, Programs, exchanges_of
 from parsim.predict.memory import RankMemory, communication_bytes, plan_memory, unlike_memory
@@ -461,32 +457,6 @@ def test_every_byte_sent_is_received(plan: Plan) -> None:
                 if (r, m) == (replica, microbatch)
             }
             assert got == dict(wanted)
-
-
-@settings(max_examples=60, deadline=None)
-@given(plans(), st.integers(0, 10**6), st.sampled_from([None, OverlapFactors(compute=1.25, communication=1.5)]))
-def test_no_resource_does_two_things_at_once_and_every_rank_accounts_for_the_step(
-    plan: Plan, seed: int, overlap: OverlapFactors | None
-) -> None:
-    graph = lower(plan, MODEL)
-    durations = random_durations_s(Random(seed), len(graph.tasks), on_grid=seed % 2 == 0)
-    timeline = static.simulate(graph, durations, overlap=overlap)
-    for resource in range(len(timeline.resources)):
-        own = np.flatnonzero(timeline.resource == resource)
-        order = own[np.lexsort((timeline.end_s[own], timeline.start_s[own]))]
-        assert np.all(timeline.end_s[order[:-1]] <= timeline.start_s[order[1:]])
-    assert len(timeline) == sum(len(task.resources) for task in graph.tasks)
-    for part in breakdown(graph, timeline):
-        assert part.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
-        assert min(part.compute_s, part.load_s, part.host_s, part.exposed_communication_s, part.bubble_s, part.idle_s) >= 0
-    if overlap is None:
-        computed: Counter[int] = Counter()
-        for task in graph.tasks:
-            if task.resources[0].stream == "compute":
-                computed[task.resources[0].rank] += durations[task.index]
-        for part in breakdown(graph, timeline):
-            assert part.compute_s == pytest.approx(computed[part.rank], rel=1e-9)
-    np.testing.assert_array_equal(timeline.end_s, dynamic.simulate(graph, durations, overlap=overlap).end_s)
 
 
 @settings(max_examples=60, deadline=None)

@@ -490,14 +490,6 @@ def test_the_figures_are_the_costs() -> None:
             assert np.flatnonzero(held).tolist() == ([option.shard] if option.kind == "place" else [0, 1, 2, 3])
 
 
-def test_no_uniform_choice_is_faster() -> None:
-    paper = paper_problem_of(question("vit_b_16", batch=8))
-    best = solve_exactly(paper).seconds
-    for wish in ("batch", "replicate", "place:0"):
-        choice = tuple([str(option) for option in options].index(wish) for options in paper.options)
-        assert best <= step_s(paper, choice) * (1 + 1e-12)
-
-
 @pytest.mark.slow
 def test_the_command_shows_the_paper_beside_the_placement_problem() -> None:
     arguments = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "32", "--set", "cluster.devices=2", "--certify"]

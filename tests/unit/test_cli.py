@@ -134,17 +134,6 @@ def test_simulate_breaks_the_step_down(call: Call, strategy: str) -> None:
     assert document["critical_path"]
 
 
-@pytest.mark.slow
-def test_both_engines_print_one_breakdown(call: Call) -> None:
-    static, dynamic = (
-        result_of(call, "simulate", "RUN.toml", "--strategy", "hp", "--engine", e) for e in ("static", "dynamic")
-    )
-    assert static["plan"] == dynamic["plan"]
-    assert static["critical_path"] == dynamic["critical_path"]
-    for one, other in zip(static["breakdown"], dynamic["breakdown"], strict=True):
-        assert one == pytest.approx(other)
-
-
 def test_a_plan_by_hand(call: Call) -> None:
     changes = ("plan.strategy=custom", "plan.mesh={ pp = 2, dp = 2 }", "plan.microbatches=4", "plan.pipeline_order=gpipe")
     arguments = [part for change in changes for part in ("--set", change)]

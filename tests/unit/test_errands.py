@@ -1,4 +1,4 @@
-"""The five errands of docs/extending.md, done from outside: in a copy of the package, or by a row of a module beside it."""
+"""Errands of docs/extending.md that edit the package, done in a copy of it. Rows of a module beside it: test_extending.py."""
 
 from __future__ import annotations
 
@@ -99,23 +99,3 @@ def test_a_mixing_graph(package: Path) -> None:
     finally:
         edited(package, {name: ((package / name).read_text(encoding="utf-8"), text) for name, text in before.items()})
     assert steps["ring"] < steps["ladder"] < steps["complete"]
-
-
-def test_a_pipeline_order_and_an_optimizer(package: Path) -> None:
-    """One row each, of a module beside the run file: nothing of the package changes."""
-    pipeline = ("plan.strategy=custom", "plan.mesh={pp=2}", "cluster.devices=2", "plan.microbatches=4")
-    rows = ("plan.pipeline_order=my_extensions:GPIPE_V", "training.optimizer=my_extensions:RMSPROP")
-    question = ("simulate", "gpt_small", "--on", "dgx1-v100-32gb", "--batch", "32")
-    answer = asked(package, *question, *settings(*pipeline, *rows))
-    assert answer["plan"]["pipeline_order"] == "my_extensions:GPIPE_V"
-    assert answer["step_s"]["median"] > 0
-
-
-def test_a_file_format(package: Path, tmp_path: Path) -> None:
-    """One row, of a module outside or in a new file of formats/: `parsim import` takes it by its name."""
-    text = (EXTENSIONS / "my_extensions.py").read_text(encoding="utf-8")
-    assert "TIMINGS = FileFormat(" in text
-    sizes = " ".join(f"{2**power}:{20e-6 + 2**power / 50e9}" for power in range(20, 28))
-    (tmp_path / "timings.csv").write_text(f"collective,devices,sizes\nall_reduce,0 1,{sizes}\n")
-    question = ("import", str(tmp_path / "timings.csv"), "--kind", "my_extensions:TIMINGS", "--on", "2xh100-sxm")
-    assert asked(package, *question)["kind"] == "my_extensions:TIMINGS"

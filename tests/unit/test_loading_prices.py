@@ -46,9 +46,9 @@ READ_S = 1e-3 + 4e-4 + 16 * 2e-3
 @pytest.fixture
 def asked(tmp_path: Path) -> Evaluation:
     pytest.importorskip("torch")
-    from tests.execute.test_bad_run import cpu_profile
+    from tests.execute.test_bad_run import write_profile
 
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     return of(tmp_path / "profile.json")
 
 

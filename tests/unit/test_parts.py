@@ -30,7 +30,6 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, load_profile, parts_file_text, profile_from_parts
 from parsim.hardware.parts import (
     ALIASES,
-    Network,
     clouds,
     gpu_named,
     instance_named,
@@ -46,7 +45,7 @@ from parsim.hardware.parts import (
     with_cards,
 )
 from parsim.hardware.profile import parse_profile
-from parsim.hardware.records import parse_record, to_text
+from parsim.hardware.records import to_text
 from parsim.model.catalogue.names import named_model, shape_of
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer
@@ -258,13 +257,6 @@ def test_unknown_parts_name_near_ones_and_how_to_describe_one() -> None:
 def test_a_link_joins_no_more_than_it_can() -> None:
     with pytest.raises(ProfileError, match=r"gpus_per_node = 64: nvswitch-4 joins 8 GPUs of a node at most"):
         profile_from_parts("h100-sxm", 64)
-
-
-def test_units_that_cannot_be_are_refused() -> None:
-    network = load_network("infiniband-400g").model_dump(mode="json")
-    network["card"]["bandwidth_bytes_per_s"]["value"] = 25.0
-    with pytest.raises(ProfileError, match=r"25 bytes/s: must be >= 1e\+06; GB/s meant"):
-        parse_record(Network, json.dumps(network), "mine", "network")
 
 
 @pytest.mark.parametrize(

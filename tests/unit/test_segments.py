@@ -37,7 +37,7 @@ from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import Resource, TaskGraph, to_text
 from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 
 LAYERS = 2
 WIDTH = 1000
@@ -317,7 +317,7 @@ def test_a_plan_file_with_segments_is_refused_by_run_and_validate_and_leaves_no_
     from parsim.errors import ParsimError
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    write_profile(tmp_path)
     tables = {"model": ("name", '"mlp"'), "cluster": ("profile", '"profile.json"'), "plan": ("strategy", '"plan.json"')}
     text = "\n".join(f"[{table}]\n{key} = {value}" for table, (key, value) in tables.items())
     (tmp_path / "run.toml").write_text(f"{text}\n[training]\nglobal_batch = 16\n")

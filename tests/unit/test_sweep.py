@@ -324,25 +324,6 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
 
 
-@pytest.mark.slow
-def test_killed_and_resumed(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    over = ("--over", "training.global_batch=64:3200:+64", "--over", "plan.strategy=custom")
-    arguments = [sys.executable, "-m", "parsim", "sweep", *MLP, *over, "--jobs", "1", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    begun = subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log = tmp_path / "runs" / "mlp-sweep" / "points.jsonl"
-    until = time.monotonic() + 100
-    while time.monotonic() < until and not (log.is_file() and len(log.read_bytes().splitlines()) > 3):
-        time.sleep(0.01)
-    begun.send_signal(signal.SIGKILL)
-    begun.wait()
-    done = command("sweep", *MLP, *over, "--jobs", "1", "--json", cwd=tmp_path)
-    document = json.loads(done.stdout)
-    assert 2 <= document["reused"] <= 50
-    assert [row["status"] for row in document["points"]] == ["ok"] * 50
-
-
 # What is swept: fields, ranges, samples, and goals; each error teaches.
 
 

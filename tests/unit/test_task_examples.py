@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.app.functions import plan
-from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_bad_run import write_profile
 from tests.quick import some_quick
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"
@@ -56,10 +56,7 @@ def test_each_learnt_and_its_exported_weights_score_the_same(here: Path) -> None
 @pytest.mark.parametrize("name", some_quick(NAMES, NAMES[0]))
 def test_the_run_file_is_answered(name: str, here: Path, tmp_path: Path) -> None:
     """On a profile by hand: the file asks for this machine, which a calibration would measure first."""
-    profile = cpu_profile()
-    fits = profile["communication"]["fits"]
-    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
-    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    write_profile(tmp_path, "reduce_scatter", "all_gather")
     answer = plan(here / f"{name}.toml", overrides=[f"cluster.profile={tmp_path}/profile.json"])
     assert answer.chosen.plan.world_size == 2
     assert answer.chosen.fits
