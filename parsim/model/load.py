@@ -42,7 +42,7 @@ from parsim.model.catalogue.names import is_transformer, named_model
 from parsim.model.catalogue.zoo import PRESETS, ZOO, load_preset
 from parsim.model.component import Component
 from parsim.model.inputs import ModelInput, module_inputs, ordered
-from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
+from parsim.model.model import AUTOCAST, COUNTED, COUPLED, GRANULARITIES, MEMORY, MIXING, OPERATORS, Model
 from parsim.model.objective import Objective, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.tuning import tuned
@@ -200,18 +200,18 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
 
 
 @lru_cache(maxsize=64)
-def _load(spec: ModelSpec, granularity: str, content: str, *, halves: bool = True) -> Model:
-    """`halves`: also what the model takes under autocast; a preset has it anyway."""
+def _load(spec: ModelSpec, granularity: str, content: str, *, counted: str = AUTOCAST) -> Model:
+    """`counted`: of COUNTED; a preset has all."""
     for stem, (name, args) in PRESETS.items():
         if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
             return replace(load_preset(stem, granularity), loss=loss_of(spec))
-    return _stored_or_traced(spec, granularity, "float32", content, halves=halves)
+    return _stored_or_traced(spec, granularity, "float32", content, counted=counted)
 
 
-def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str, *, halves: bool) -> Model:
+def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str, *, counted: str) -> Model:
     """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
     if folder() is None:
-        return trace_spec(spec, granularity, weights=weights, halves=halves)
+        return trace_spec(spec, granularity, weights=weights, counted=counted)
     what = {**spec.to_dict(), "granularity": granularity, "weights": weights}
     if is_config(spec.name):
         del what["name"]
@@ -222,12 +222,12 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     if objective := spec.objective():
         _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = user_sources()
-    keys = [key_of({**what, "halves": more}) for more in dict.fromkeys((True, halves))]  # one with them serves who needs none
+    keys = [key_of({**what, "counted": more}) for more in COUNTED[COUNTED.index(counted) :]]  # more serves as well
     begins = f"trace of {spec.name}("
     if kept := next(filter(None, map(read, keys)), None):
         return replace(kept, name=_model_name(spec), source=begins + kept.source)
-    traced = trace_spec(spec, granularity, weights=weights, halves=halves)
-    write(keys[-1], replace(traced, source=traced.source.removeprefix(begins)))
+    traced = trace_spec(spec, granularity, weights=weights, counted=counted)
+    write(keys[0], replace(traced, source=traced.source.removeprefix(begins)))
     return traced
 
 
@@ -238,8 +238,8 @@ def _model_name(spec: ModelSpec) -> str:
 @lru_cache(maxsize=16)
 def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
     """The Model traced with other weights, its operators as in fp32."""
-    full = _load(spec, granularity, content, halves=False)
-    traced = _stored_or_traced(spec, granularity, weights, content, halves=False)
+    full = _load(spec, granularity, content, counted=OPERATORS)
+    traced = _stored_or_traced(spec, granularity, weights, content, counted=MEMORY)
 
     def priced(component: Component) -> Component:
         whole = full.component(component.name)
@@ -252,9 +252,9 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
     return replace(traced, components=tuple(priced(component) for component in traced.components))
 
 
-def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", halves: bool = True) -> Model:
+def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", counted: str = AUTOCAST) -> Model:
     """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
-    `halves`: also under autocast.
+    `counted`: of COUNTED.
     Raises TraceError: a module that cannot be cut. MissingDependencyError: torch is not installed."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
@@ -289,7 +289,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", h
             loss=kind.loss,
             example=example,
             declared=kind.inputs_in_order,
-            halves=halves,
+            counted=counted,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
     notes = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))

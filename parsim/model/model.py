@@ -32,6 +32,8 @@ ADDED_UP = "added up"
 MIXING = "mixing samples"
 """`Model.loss_form` of a module whose output for a sample depends on the other samples, under one of parsim's losses."""
 SUBLAYER = "sublayer"
+COUNTED = OPERATORS, MEMORY, AUTOCAST = "operators", "memory", "autocast"
+"""What a trace counts of every component: its operators; its memory as well; and its memory under autocast."""
 GRANULARITIES = ("block", SUBLAYER, "layer")
 
 

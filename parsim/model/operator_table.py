@@ -332,6 +332,10 @@ TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": _by_shape(_bmm) for name in ("bmm", "baddbmm", "addbmm")},
     **{f"aten.{name}": _by_shape(_grouped) for name in ("_grouped_mm", "_scaled_grouped_mm")},
     "transformers.grouped_mm_fallback": _by_shape(_grouped),
+    # per state of a token: dt a, times h, dt x b, their sum, times c, summed; the backward makes the states again
+    "parsim.selective_scan": OperatorRow(
+        flop=lambda call: 6 * call.first(0).numel() * call.first(2).shape[1], backward_flop=3.0
+    ),
     **{f"aten.{name}": _by_shape(_matrix_vector) for name in ("mv", "addmv")},
     **{f"aten.{name}": _by_shape(lambda call: (("m", 1), ("n", 1), ("k", call.first(0).numel()))) for name in ("dot", "vdot")},
     **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_euclidean_dist", "_pdist_forward")},

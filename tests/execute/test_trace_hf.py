@@ -16,9 +16,10 @@ import transformers
 
 from parsim.errors import TraceError
 from parsim.model.build import build_module, loss_of
+from parsim.model.catalogue.hugging_face import define_scan
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from tests.hugging_face_configs import SMALL
+from tests.hugging_face_configs import SMALL, keys_of
 from tests.quick import some_quick
 from tests.traced import trace
 
@@ -61,9 +62,44 @@ def test_cache_output_is_explained() -> None:
         trace(transformers.GPT2LMHeadModel(config), torch.zeros(2, 4, dtype=torch.long))
 
 
-def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [float("inf"), {"__float__": "Infinity"}])
+def test_a_config_with_infinity_is_read(most: object, tmp_path: Path) -> None:
     """transformers 5.23: the JSON config of Mamba2 holds Infinity, since its time steps have no upper bound."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**CONFIGS["gpt2"], "time_step_limit": [0.0, float("inf")]}))
+    sizes = "hidden_size=16 num_hidden_layers=1 state_size=4 head_dim=8 num_heads=4 n_groups=1 vocab_size=20 chunk_size=8"
+    config = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], **keys_of(sizes), "time_step_limit": [0.0, most]}
+    path.write_text(json.dumps(config))
     assert "Infinity" in path.read_text()
-    assert load_model(ModelSpec(name=str(path), args=(("seq", 4),))).parameter_count > 0
+    assert load_model(ModelSpec(name=str(path), args=(("seq", 300),))).parameter_count > 0
+
+
+# The selective scan as one operator, which a plan of thousands of tokens needs.
+
+SCANNED = dict.fromkeys(("x", "dt", "z"), (2, 3, 5)) | {"a": (3, 4), "b": (2, 4, 5), "c": (2, 4, 5), "d": (3,), "bias": (3,)}
+
+
+def test_the_scan_is_that_of_transformers_and_its_gradients_are_its_own() -> None:
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    define_scan()
+    torch.manual_seed(0)
+    given = {name: torch.randn(shape, dtype=torch.float64) for name, shape in SCANNED.items()}
+    given["a"] = -given["a"].exp()
+    x, dt, a, b, c, d, z, bias = operands = [given[name] for name in ("x", "dt", "a", "b", "c", "d", "z", "bias")]
+    theirs = mamba_selective_scan(
+        *(each.float() for each in (x, dt, a, b, c)), D=d.float(), z=z.float(), delta_bias=bias.float(), delta_softplus=True
+    )
+    scan = torch.ops.parsim.selective_scan
+    assert (scan(*operands, True).float() - theirs).abs().max() < 1e-5
+    for some in (operands, [x, dt, a, b, c, None, None, None]):
+        leaves = [None if each is None else each.clone().requires_grad_() for each in some]
+        assert torch.autograd.gradcheck(lambda *each: scan(*each, True), leaves)
+
+
+def test_a_scan_of_thousands_of_tokens_is_one_operator(tmp_path: Path) -> None:
+    """Its arithmetic is linear in tokens, features and states, and a layer has one for any number of tokens."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL["mamba"]))
+    model = load_model(ModelSpec(name=str(path), args=(("seq", 4096),)))
+    scans = [each for part in model.components for each in part.operators if each.function == "parsim.selective_scan"]
+    assert [(each.count, each.forward_flop) for each in scans] == [(1, 6 * 4096 * 64 * 4)] * 4

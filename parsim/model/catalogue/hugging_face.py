@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -33,11 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_SEQ = 2048
 """Tokens per sample where nobody says and the model allows as many. Configs of today allow up to a million."""
 
-LONGEST_SCAN = 256
-"""Tokens per sample of models that run token by token: tracing them takes time in proportion."""
-
-SCANS = ("mamba", "falcon_mamba", "mamba2")
-_USUAL_SEQ = {"t5": 512, "mt5": 512, "umt5": 512, **dict.fromkeys(SCANS, 64)}
+_USUAL_SEQ = dict.fromkeys(("t5", "mt5", "umt5"), 512)
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
 
 
@@ -138,16 +135,11 @@ def longest(config: Any) -> int | None:
 
 def sequence_length(config: Any, given: int | None, where: str) -> int:
     """Tokens per sample: as given, or DEFAULT_SEQ where the model allows as many.
-    Raises ModelError: more than the model has positions for, or than can be traced one by one."""
+    Raises ModelError: more than the model has positions for."""
     most, kind = longest(config), _text(config).model_type
     if given is None:
         usual = _USUAL_SEQ.get(kind, DEFAULT_SEQ)
         return usual if most is None else min(usual, most)
-    if kind in SCANS and given > LONGEST_SCAN:
-        raise ModelError(
-            f"{where}: without its own kernels transformers runs the scan of {kind} one token at a time, too long to trace for "
-            f"seq {given}; give seq <= {LONGEST_SCAN}"
-        )
     if most is not None and given > most:
         name = next(name for name in _LENGTHS if getattr(_text(config), name, None) == most)
         raise ModelError(f"{where}: seq {given} exceeds {name} {most} of the config; shorten it, or raise {name} in args")
@@ -227,6 +219,115 @@ def define_backward() -> None:
     )
 
 
+# The selective scan of Mamba (Jamba, Falcon Mamba, Zamba) as one operator, as the kernel of mamba_ssm is one.
+#
+# Without mamba_ssm transformers walks over the tokens in Python. A GPU trains with the kernel, so the operator is priced as the
+# kernel is: one pass over its arrays, and its states are made again in the backward. It runs here by its definition.
+#
+# Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), equations 1 to 4, algorithm 2.
+
+
+SCAN = "mamba_selective_scan"
+"""Of transformers' modules that have such a scan."""
+_OPERANDS = "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor? d, Tensor? z, Tensor? bias"
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+) -> Tensor:
+    """h[t] = exp(dt[t] a) h[t-1] + dt[t] b[t] x[t], y[t] = c[t] h[t], then (y + d x) silu(z); in float32 at least.
+    x, dt, z [batch, features, length]; a [features, states]; b, c [batch, states, length]; d, bias of dt [features]."""
+    import torch
+    from torch.nn import functional
+
+    kind, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x, dt, a, b, c = (each.to(wide) for each in (x, dt, a, b, c))
+    dt = dt if bias is None else dt + bias.to(wide)[:, None]
+    dt = functional.softplus(dt) if softplus else dt
+    state, made = x.new_zeros(*x.shape[:2], a.shape[1]), []
+    for token in range(x.shape[2]):
+        step = dt[:, :, token, None]
+        state = torch.exp(step * a) * state + step * x[:, :, token, None] * b[:, None, :, token]
+        made.append((state * c[:, None, :, token]).sum(-1))
+    out = torch.stack(made, -1)
+    out = out if d is None else out + x * d.to(wide)[:, None]
+    return (out if z is None else out * functional.silu(z.to(wide))).to(kind)
+
+
+@cache
+def define_scan() -> None:
+    """`torch.ops.parsim.selective_scan`, and the gradients of its operands by another operator."""
+    import torch
+
+    def backward(gradient: Tensor, operands: list[Tensor | None], softplus: bool) -> list[Tensor]:
+        present = [number for number, each in enumerate(operands) if each is not None]
+
+        def forward(*given: Tensor) -> Tensor:
+            filled: dict[int, Any] = dict(zip(present, given, strict=True))
+            return selective_scan(*map(filled.get, range(len(operands))), softplus)  # type: ignore[arg-type, call-arg]
+
+        return list(torch.func.vjp(forward, *(operands[number] for number in present))[1](gradient))
+
+    library, operators = torch.library, torch.ops.parsim
+    name = "parsim::selective_scan"
+    library.custom_op(name, selective_scan, mutates_args=(), schema=f"({_OPERANDS}, bool softplus) -> Tensor")
+    library.register_fake(name, lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
+    schema = "(Tensor gradient, Tensor?[] operands, bool softplus) -> Tensor[]"
+    library.custom_op(f"{name}_backward", backward, mutates_args=(), schema=schema)
+    library.register_fake(
+        f"{name}_backward", lambda gradient, operands, _: [torch.empty_like(each) for each in operands if each is not None]
+    )
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:-1])
+        ctx.softplus = inputs[-1]
+
+    def gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        made = iter(operators.selective_scan_backward(gradient, list(ctx.saved_tensors), ctx.softplus))
+        return *(None if each is None else next(made) for each in ctx.saved_tensors), None
+
+    library.register_autograd(name, gradients, setup_context=setup)
+
+
+@lru_cache(maxsize=8)
+def with_scan(kind: Any) -> Any:
+    """A class of the same name and parameters whose forward takes its selective scans as one operator each."""
+    define_scan()
+    module = sys.modules[kind.__module__]
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        import torch
+
+        made: Tensor = torch.ops.parsim.selective_scan(x, dt, a, b, c, D, z, delta_bias, delta_softplus)
+        return made
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(module, SCAN, scan):
+            return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
 # CLIPModel as it trains: its forward returns the contrastive loss, taken in an order that keeps pairs of samples in the loss.
 #
 # transformers' own forward multiplies texts by images before it scales the product. Here images are scaled first. Parameters,
@@ -293,7 +394,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
     try:
-        document = parse_json(read_text(path), allow_nan=True)
+        document = _with_floats(parse_json(read_text(path), allow_nan=True))
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(document, dict):
@@ -314,6 +415,15 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
         )
     _check_sizes(path, document)
     return document
+
+
+def _with_floats(value: Any) -> Any:
+    """A document in which transformers 5 has written infinity as {"__float__": "Infinity"}, which JSON itself lacks."""
+    if isinstance(value, dict):
+        if list(value) == ["__float__"]:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _class_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
@@ -404,6 +514,8 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
         )
     if architecture in CONTRASTIVE and spec.loss in (None, OWN):
         kind = with_its_loss(kind)
+    if hasattr(sys.modules[kind.__module__], SCAN):
+        kind = with_scan(kind)
     parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for part in parts:
         if hasattr(part, "use_cache"):
@@ -483,8 +595,8 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
     chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
     if getattr(config, "_experts_implementation", None) == NAME:
         chosen.append("experts as grouped products, whatever the routing")
-    if config.model_type in SCANS:
-        chosen.append("its scan one token at a time, without kernels of its own")
+    if hasattr(sys.modules[type(module).__module__], SCAN):
+        chosen.append("its selective scan as one kernel, as mamba_ssm has it")
     takes_tokens = spec.inputs is None and any(entry.is_integer for entry in default_inputs(spec, module))
     if takes_tokens and spec.input_shape is None and SEQ not in dict(spec.args):
         chosen.append("length assumed (give seq)")

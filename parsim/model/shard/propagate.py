@@ -45,7 +45,7 @@ class Propagation:
         outputs: per output its content at the boundary: "partial", "maximum", "shard:d" or "full" (shard 0 takes its gradient).
         limit: what the number of shards must divide. rule: its name, as in `Sharding.rule`.
         whole_weights: matrices, kernels and tables that every shard applies whole.
-        only_pieces: whether some full input is used piece by piece alone (it might as well come cut).
+        only_pieces: slots of the full inputs that are used piece by piece alone (they might as well come cut).
     """
 
     outcomes: tuple[RuleOutcome, ...]
@@ -55,7 +55,7 @@ class Propagation:
     limit: int
     rule: str
     whole_weights: int
-    only_pieces: bool
+    only_pieces: frozenset[int]
 
 
 def propagate(
@@ -132,12 +132,13 @@ def _limit(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequ
     )
 
 
-def _only_pieces(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> bool:
+def _only_pieces(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> frozenset[int]:
     uses: dict[int, set[str]] = {}
     for op, outcome in zip(program.ops, outcomes, strict=True):
         for slot in operands_of(op):
             uses.setdefault(slot, set()).add(outcome.converted.get(slot, WHOLE).form)
-    return any(contents[slot].form == FULL and uses.get(slot) == {SHARD} for _, slot, flows in program.inputs if flows)
+    flowing = (slot for _, slot, flows in program.inputs if flows)
+    return frozenset(slot for slot in flowing if contents[slot].form == FULL and uses.get(slot) == {SHARD})
 
 
 def _rule_name(labels: Sequence[str]) -> str:
@@ -351,7 +352,9 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
     tries = 0
     given = zip(program.inputs, cuttable, strict=True)
     sizes = frozenset(size for _, slot in program.state for size in program.tensors[slot].shape)
-    for inputs in product(*(_choices(program, slot, may, flows, sizes) for (_, slot, flows), may in given)):
+    choices = [_choices(program, slot, may, flows, sizes) for (_, slot, flows), may in given]
+    free = frozenset(slot for (_, slot, _), possible in zip(program.inputs, choices, strict=True) if len(possible) > 1)
+    for inputs in product(*choices):
         open_: list[dict[str, ParameterShard | None]] = [{}]
         while open_ and tries < TRIES:
             decided = open_.pop()
@@ -363,7 +366,7 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
                 continue
             except Refused:
                 continue
-            if _is_useful(program, inputs, result):
+            if _is_useful(program, inputs, result) and result.only_pieces.isdisjoint(free):
                 yield Variant(inputs, decided, result)
 
 
@@ -380,7 +383,7 @@ def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool, sizes
 
 
 def _is_useful(program: CallProgram, inputs: Sequence[Content], result: Propagation) -> bool:
-    if result.limit < 2 or result.only_pieces:
+    if result.limit < 2:
         return False
     if result.rule == "follow":
         flowing = [content for content, (_, _, flows) in zip(inputs, program.inputs, strict=True) if flows]

@@ -529,6 +529,22 @@ def grouped_product(step: Step) -> RuleOutcome:
     return RuleOutcome(contents=(SUMMAND,), label="row")
 
 
+def scanned(step: Step) -> RuleOutcome:
+    """A selective scan by features: dim 1 of [batch, features, length], dim 0 of its state matrix, skip and bias."""
+    x, dt, a, b, c, d, z, bias = step.op.arguments[:8]
+    cuts = {content for each in (x, dt, z) if (content := step.content(each)) != WHOLE}
+    if not cuts and step.forms == {FULL}:
+        return step.same(WHOLE)
+    if len(cuts) != 1 or {step.content(each) for each in (a, b, c, d, bias)} != {WHOLE}:
+        raise Refused("a selective scan whose operands are cut in different ways, or whose states are not full")
+    (cut,) = cuts
+    if cut.form != SHARD or cut.dim != 1 or cut.runs:
+        raise Refused("a selective scan of a tensor that is not cut by features")
+    features = cut_along(0, cut.blocks)
+    entering = _entering((x, cut), (dt, cut), (z, cut), (a, features), (d, features), (bias, features))
+    return replace(step.same(cut), converted={slot: to for slot, to in entering.items() if step.contents[slot] == WHOLE})
+
+
 def _transposed(step: Step) -> RuleOutcome:
     """A transpose; that of the tables of experts decides how these are cut."""
     table = step.op.arguments[0] if step.op.arguments else None
@@ -890,9 +906,13 @@ RULES: dict[Callable[..., Any], Rule] = {
 }
 
 
+OPERATORS: dict[str, Rule] = {**dict.fromkeys(EXPERT_PRODUCTS, grouped_product), "parsim::selective_scan": scanned}
+"""Rules of operators without a Python function of their own."""
+
+
 def rule_of(function: Callable[..., Any]) -> Rule | None:
     """The rule of a recorded function; None if it has none of its own."""
     if function not in RULES and isinstance(function, OpOverload | OpOverloadPacket):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
-        return grouped_product if packet._qualified_op_name in EXPERT_PRODUCTS else None
+        return OPERATORS.get(packet._qualified_op_name)
     return RULES.get(function)

@@ -404,16 +404,17 @@ def combine(
     source: str,
     largest: TracedForward | None = None,
     untrained: frozenset[str] = frozenset(),
+    memory: bool = True,
 ) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
-    `largest`: at a third batch, where the loss compares samples. `untrained`: parameters that get no gradient. Raises
-    TraceError if a size is not linear in the batch."""
+    `largest`: at a third batch, where the loss compares samples. `untrained`: parameters that get no gradient. `memory`: with
+    the fullest moments, else operators and saved bytes alone. Raises TraceError if a size is not linear in the batch."""
     if [interval.name for interval in small.intervals] != [interval.name for interval in large.intervals]:
         raise TraceError(
             f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
             "nothing can be counted per sample; compute on the whole batch at once"
         )
-    count = _Counts(small, large)
+    count = _Counts(small, large, memory=memory)
     values = count.values()
     buffers: set[int] = set()
     components = tuple(
@@ -465,8 +466,8 @@ class _Counts:
     """Components and values in numbers per sample, from forwards at two batches. What is alike is counted once.
     `small`, `large`: both with autocast or both without."""
 
-    def __init__(self, small: TracedForward, large: TracedForward) -> None:
-        self._small, self._large = small, large
+    def __init__(self, small: TracedForward, large: TracedForward, *, memory: bool = True) -> None:
+        self._small, self._large, self._memory = small, large, memory
         self._batches = small.batch, large.batch
         self._names = value_names(small.recording, small.intervals)
         self._numbers = {name: number for number, name in self._names.items()}
@@ -598,7 +599,8 @@ class _Counts:
             ),
         )
         if largest is None:
-            forward, backward, numbered, split_backward = self._peaks(component, place)
+            peaks = self._peaks(component, place) if self._memory else CountedPeaks((), (), (), None)
+            forward, backward, numbered, split_backward = peaks
             views = tuple((inputs[number], outputs[other]) for number, other in numbered)
             selective = self._selective(component, place, division.numbers, values)
         else:
@@ -614,6 +616,8 @@ class _Counts:
             split_backward=split_backward,
             shardings=tuple(
                 replace(sharding, **self._of_shards(component, place, sharding, recomputed=selective is not None))
+                if self._memory
+                else sharding
                 for sharding in shardings
             ),
         )

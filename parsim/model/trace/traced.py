@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
-from parsim.model.model import COUPLED, MIXING, Model
+from parsim.model.model import AUTOCAST, COUPLED, MIXING, OPERATORS, Model
 from parsim.model.objective import TARGET
 from parsim.model.runnable import Nested, Ref
 from parsim.model.total_loss import SUM
@@ -214,10 +214,10 @@ def model_of(
     source: str = "",
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
-    halves: bool = True,
+    counted: str = AUTOCAST,
 ) -> Model:
     """The Model of a module in training mode, whatever the batch of the example inputs.
-    `halves`: also what it takes under autocast.
+    `counted`: of `parsim.model.model.COUNTED`.
     `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
     the order of the forward's arguments; integers that no table has rows for are a ModelError."""
     kind = type(module).__name__
@@ -229,7 +229,7 @@ def model_of(
     under_autocast: ForwardsInHalf | None = None
     try:
         if example:
-            small, large, under_autocast = _followed(module, args, kwargs, granularity, loss, halves=halves)
+            small, large, under_autocast = _followed(module, args, kwargs, granularity, loss, halves=counted == AUTOCAST)
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
@@ -239,7 +239,7 @@ def model_of(
                 return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast)
 
             small, large = (first if batch == first.batch else forward(batch, None) for batch in batches)
-            if halves:
+            if counted == AUTOCAST:
                 under_autocast = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
             if has_pairs(small, large):
                 largest = forward(2 * batches[1] - batches[0], None)
@@ -260,7 +260,7 @@ def model_of(
         _check_trained(small.recording, name)
     check_index_ranges(small.recording, large.recording, declared, name)
     about = {"name": name, "granularity": granularity, "source": source or f"trace of {kind}"}
-    model = combine(small, large, **about, largest=largest, untrained=frozenset(still))
+    model = combine(small, large, **about, largest=largest, untrained=frozenset(still), memory=counted != OPERATORS)
     form = small.recording.loss_form if largest is None else COUPLED
     if form != COUPLED and mixes:
         form = MIXING
