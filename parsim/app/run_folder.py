@@ -316,10 +316,7 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
         warnings.simplefilter("ignore")
         checkpoint: Checkpoint | None = latest_checkpoint(folder.checkpoints)
     if not folder.path.is_dir():
-        return (
-            f"{folder.path} is not there any more. If it was moved, continue where it is now: parsim run FOLDER/config.toml "
-            "--out FOLDER --resume."
-        )
+        return "The folder is gone; if it was moved, continue there: parsim run FOLDER/config.toml --out FOLDER --resume."
     if checkpoint is None and has_checkpoints(folder.checkpoints):
         return f"No checkpoint in {folder.checkpoints} can be read; --resume says why."
     if checkpoint is None:

@@ -103,11 +103,14 @@ class VarianceProfile:
 
 def mean_ranks(profiles: Mapping[str, VarianceProfile], metric: str) -> dict[str, float]:
     """Per graph its mean rank by a metric: at each recorded round and tensor the graphs are ranked, 1 the least variance; ties
-    share the mean of their ranks. Raises AlgorithmError: profiles that did not record the same rounds and tensors."""
+    share the mean of their ranks. Rules that mix at other steps are ranked by each tensor's mean over their own rounds.
+    Raises AlgorithmError: profiles of other tensors."""
     names = list(profiles)
     values = [profiles[name].metric(metric) for name in names]
     if len({value.shape for value in values}) != 1:
-        raise AlgorithmError("graphs can be ranked only over the same rounds and tensors; record them with the same settings")
+        values = [value.mean(0, keepdims=True) for value in values]
+    if len({value.shape for value in values}) != 1:
+        raise AlgorithmError("graphs can be ranked only over the same tensors; record them with the same model")
     ranks = rankdata(np.stack(values).reshape(len(names), -1), axis=0)
     return dict(zip(names, ranks.mean(1).tolist(), strict=True))
 

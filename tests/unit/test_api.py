@@ -73,6 +73,8 @@ assert len(ps.sweep("mlp", {"cluster.devices": [1, 2]}, cluster="dgx1-v100-32gb"
 assert isinstance(ps.load_cluster("dgx2-v100"), ps.Cluster)
 assert isinstance(ps.trace(torch.nn.Sequential(torch.nn.Linear(8, 4)), input_shape=(8,)), ps.Model)
 assert ps.watch(answer.chosen).steps == 0
+compared = ps.bench_graphs(("ring", "average/2"), replicas=(4,), models=("logistic",), shards=("iid",), epochs=1)
+assert list(compared.table()["way"]) == ["ring", "average/2"]
 def refused(call):
     try:
         call()
@@ -85,7 +87,7 @@ assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
 assert "cannot read nowhere" in refused(lambda: ps.import_file("nowhere"))
 assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
 called = {"plan", "check", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
-called |= {"import_file", "sweep", "watch"}
+called |= {"import_file", "sweep", "watch", "bench_graphs"}
 functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
 assert functions == called, functions ^ called
 values = {"Answer", "Prediction", "Plan", "Cluster", "Model"}
