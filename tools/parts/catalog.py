@@ -36,6 +36,7 @@ class CatalogGpu:
             rest of the family; "" where the family has one chip. units: multiprocessors, and where that was read.
         ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
         decimal_memory: its nominal size counts bytes by the thousand.
+        network: what usually joins its nodes; "": nothing is usual.
         lends: its fits stand for other GPUs. Not those of a GPU that few rows tell of, or that is alone in its family.
     """
 
@@ -52,6 +53,7 @@ class CatalogGpu:
     decimal_memory: bool = False
     link: str = "pcie-4"
     host_link: str = "pcie-4"
+    network: str = ""
     gpus_per_node: int = 8
     bf16: bool = True
     kind: str = "cuda"
@@ -75,6 +77,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         family="ampere",
         units=(108, "datasheet", f"{NEUSIGHT}, A100-SXM4-40GB"),
         link="nvswitch-3",
+        network="infiniband-200g",
     ),
     CatalogGpu(
         name="a100-sxm-80gb",
@@ -86,6 +89,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         rows=("A100-SXM4-80GB",),
         attention_rows=("A100-SXM4-80GB", "A100-PCIe-80GB"),
         link="nvswitch-3",
+        network="infiniband-200g",
     ),
     CatalogGpu(
         name="a100-pcie-40gb",
@@ -125,6 +129,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention_rows=("H100-SXM5-80GB", "H100 (unnamed in thread)", "H200 (assumed)"),
         attention=("flash",),
         link="nvswitch-4",
+        network="infiniband-400g",
         host_link="pcie-5",
     ),
     CatalogGpu(
@@ -147,6 +152,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention_rows=("H200 (assumed)", "H200-SXM-141GB"),
         attention=("flash",),
         link="nvswitch-4",
+        network="infiniband-400g",
         host_link="pcie-5",
     ),
     CatalogGpu(
@@ -159,6 +165,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention_rows=("B200-SXM",),
         attention=("cudnn", "engine"),
         link="nvswitch-5",
+        network="infiniband-400g",
         host_link="pcie-5",
     ),
     CatalogGpu(
@@ -171,6 +178,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention_rows=("GB200",),
         attention=("cudnn",),
         link="nvlink-rack-5",
+        network="infiniband-400g",
         host_link="pcie-5",
         gpus_per_node=72,
     ),
@@ -185,6 +193,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention=("cudnn",),
         decimal_memory=True,
         link="nvswitch-5",
+        network="infiniband-800g",
         host_link="pcie-5",
     ),
     CatalogGpu(
@@ -199,6 +208,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         attention=("cudnn",),
         decimal_memory=True,
         link="nvlink-rack-5",
+        network="infiniband-800g",
         host_link="pcie-5",
         gpus_per_node=72,
     ),
@@ -282,6 +292,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         units=(304, "datasheet", ROCM),
         rows=("MI300X",),
         link="infinity-fabric-3",
+        network="roce-400g",
         host_link="pcie-5",
     ),
     CatalogGpu(
@@ -295,6 +306,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         numbers_from=f"all as the H100's, of which {LLM_PROF} tells the same of the H800 (989 TFLOPS fp16, 3350 GB/s, 80 GB)",
         attention=("flash",),
         link="nvswitch-4-h800",
+        network="infiniband-400g",
         host_link="pcie-5",
         lends=False,
     ),
@@ -308,6 +320,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         numbers=NO_PRICE,
         numbers_from=f"all as the A100's, of which {LLM_PROF} tells the same of the A800 (312 TFLOPS fp16, 2039 GB/s, 80 GB)",
         link="nvswitch-3-a800",
+        network="infiniband-200g",
         lends=False,
     ),
     CatalogGpu(
@@ -328,6 +341,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         numbers_from=f"{H20_PAGE}; fp8 as int8; 96 GB, 400 W and NVLink at 900 GB/s: willitrunai.com/es/gpus/h20-96gb",
         attention=("flash",),
         link="nvswitch-4",
+        network="infiniband-400g",
         host_link="pcie-5",
         lends=False,
     ),
@@ -375,6 +389,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         chip=CDNA3,
         units=(304, "datasheet", ROCM),
         link="infinity-fabric-3",
+        network="roce-400g",
         host_link="pcie-5",
         lends=False,
     ),
@@ -388,6 +403,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         numbers={"fp4_tflops": ""},
         numbers_from="its peak in 4 bits is of another format than nvfp4, and left out",
         link="infinity-fabric-4",
+        network="roce-400g",
         host_link="pcie-5",
         lends=False,
     ),

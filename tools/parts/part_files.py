@@ -68,7 +68,8 @@ def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[s
         kind, text, seconds = LAUNCH[gpu.name]
         sources["launch"] = {"kind": kind, "text": text}
         part["launch_s"] = {"value": seconds, "source": "launch"}
-    part |= {"link": gpu.link, "host_link": gpu.host_link, "gpus_per_node": gpu.gpus_per_node}
+    part |= {"link": gpu.link, "host_link": gpu.host_link} | ({"network": gpu.network} if gpu.network else {})
+    part["gpus_per_node"] = gpu.gpus_per_node
     part["fits"] = [fit for fit in fits if set(fit["precisions"]) & set(peaks)]
     return part
 
@@ -229,6 +230,7 @@ def _part(name: str, profile: Profile, link: str, description: str) -> dict[str,
         "multiprocessors": {"value": 80.0, "source": "units"},
         "link": link,
         "host_link": "pcie-3",
+        **({} if link == "pcie-3" else {"network": "infiniband-100g"}),
         "gpus_per_node": 16 if link == "nvswitch-2" else 8,
         "fits": list(fits.values()),
         "efficiencies": efficiencies,
