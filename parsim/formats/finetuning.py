@@ -409,7 +409,7 @@ FORMATS = {
         read=read_torchtune,
     ),
     "lightning": FileFormat(
-        layouts="Lightning's command line, LitGPT",
+        layouts="Lightning's command line, LitGPT by name or by model_config",
         refuses="other adapters than LoRA; strategies of other devices; a model class of one's own, until --set model.name",
         what="a YAML file of Lightning or LitGPT",
         tool=LIGHTNING,

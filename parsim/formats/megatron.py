@@ -18,7 +18,6 @@ from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.recipe import (
-    DEGREE,
     SCRIPTS,
     VARIABLE,
     YAML,
@@ -29,6 +28,7 @@ from parsim.formats.recipe import (
     cut_in_layers,
     flat_table,
     layers_of_stages,
+    plain_value,
     read_back,
     take_adapters,
     transformer_of,
@@ -49,7 +49,7 @@ NEOX = "GPT-NeoX"
 FRAMEWORKS = {NAME: "megatron", NEMO: "nemo", BRIDGE: "megatron-bridge", NEOX: "megatron-deepspeed"}
 """Rows of `parsim.model.catalogue.frameworks`, by whose file it is."""
 
-SAME_TIME = re.compile(
+IGNORED = re.compile(
     r"(adam-|sgd-|lr|min-lr|weight-decay|start-weight|end-weight|clip-grad|seed|init-method|log-|tensorboard|wandb|save|load|"
     r"data-|train-data|valid-data|test-data|split|eval-|num-workers|tokenizer|merge-file|vocab-file|exit-|timing|distributed-|"
     r"master|rdzv|node-rank|no-load|no-save|ckpt|dist-ckpt|async-save|use-dist-ckpt|finetune|train-iters|train-samples|"
@@ -64,9 +64,23 @@ SAME_TIME = re.compile(
     r"train-tokens|deepspeed|no-pipeline|num-gpus|use-flash-attn-v2|empty-unused|tiktoken|no-create-attention|no-mmap|mtp-loss|"
     r"mlp-type|activation$|fp32-allreduce|stage3-|sub-group|packing|merge-lora|dataset|max-epochs|moe-loss|moe-(train|eval|min)-cap|create-moe|force-multi|num-nodes|hostfile|rms-norm-eps|"
     r"keep-last|extra-save|moe-shared-expert-overlap|sync-cuda|buffer-size|constant-steps|ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
-    r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)"
+    r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)|"
+    r"(tp-comm-overlap|overlap-moe-expert-parallel-comm|delay-wgrad-compute|moe-token-dispatcher-type|moe-enable-deepep|"
+    r"moe-flex-dispatcher-backend|overlap-grad-reduce|overlap-param-gather|no-overlap-p2p-communication|"
+    r"overlap-p2p-communication|bias-swiglu-fusion|no-bias-swiglu-fusion|no-masked-softmax-fusion|"
+    r"no-gradient-accumulation-fusion|no-bias-gelu-fusion|no-bias-dropout-fusion|no-rope-fusion|cross-entropy-loss-fusion|"
+    r"cross-entropy-fusion-impl|use-flash-attn|attention-backend|moe-grouped-gemm|moe-permute-fusion|moe-router-fusion|"
+    r"moe-use-upcycling|moe-per-layer-logging|moe-layer-recompute|use-rotary-position-embeddings|position-embedding-type|"
+    r"group-query-attention|disable-bias-linear|swiglu|normalization|no-position-embedding|make-vocab-size-divisible-by|"
+    r"recompute-method|recompute-num-layers|no-async-tensor-parallel-allreduce|squared-relu|qk-layernorm|"
+    r"no-persist-layer-norm|bf16|fp16|nnodes|nproc-per-node|use-distributed-optimizer|sequence-parallel|"
+    r"untie-embeddings-and-output-weights|max-position-embeddings|add-qkv-bias|init-model-with-meta-device|"
+    r"calculate-per-token-loss|use-precision-aware-optimizer|fp8-amax-history-len|fp8-amax-compute-algo|fp8-margin|"
+    r"fp8-interval|fp8-recipe|fp8-param-gather|fp4-recipe|openai-gelu|add-bias-linear|apply-query-key-layer-scaling|"
+    r"ddp-bucket-size|ddp-num-buckets|ddp-average-in-collective)$"
 )
-"""Beginnings of options that change neither the time nor the memory of a step."""
+"""Beginnings of options that change neither the time nor the memory of a step; and whole ones that were read elsewhere here, or
+that say what parsim assumes anyway."""
 
 LEFT_OUT = {
     "cpu-offloading": "activations stay on the device: --cpu-offloading-num-layers says of how many layers they do not",
@@ -85,7 +99,6 @@ LEFT_OUT = {
     "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
-    "moe-enable-deepep": "experts exchange by an all-to-all of NCCL",
     "ds-sequence-parallel": "attention exchanges keys and values in a ring, where DeepSpeed exchanges heads",
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
     "expert-tensor-parallel-size": "experts are cut as the rest is",
@@ -93,25 +106,6 @@ LEFT_OUT = {
     "exp-avg-dtype": "the two moments have types of their own, and both are taken to be in fp32",
     "exp-avg-sq-dtype": "the two moments have types of their own, and both are taken to be in fp32",
 }
-HARMLESS = frozenset(
-    """
-    tp-comm-overlap overlap-moe-expert-parallel-comm delay-wgrad-compute moe-token-dispatcher-type moe-enable-deepep
-    moe-flex-dispatcher-backend overlap-grad-reduce overlap-param-gather no-overlap-p2p-communication
-    overlap-p2p-communication bias-swiglu-fusion
-    no-bias-swiglu-fusion no-masked-softmax-fusion no-gradient-accumulation-fusion no-bias-gelu-fusion no-bias-dropout-fusion
-    no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-flash-attn attention-backend
-    moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-upcycling moe-per-layer-logging moe-layer-recompute
-    use-rotary-position-embeddings position-embedding-type group-query-attention disable-bias-linear swiglu normalization
-    no-position-embedding make-vocab-size-divisible-by recompute-method
-    no-async-tensor-parallel-allreduce squared-relu qk-layernorm no-persist-layer-norm bf16 fp16 nnodes nproc-per-node
-    use-distributed-optimizer sequence-parallel untie-embeddings-and-output-weights max-position-embeddings add-qkv-bias
-    init-model-with-meta-device calculate-per-token-loss use-precision-aware-optimizer fp8-amax-history-len
-    fp8-amax-compute-algo fp8-margin fp8-interval fp8-recipe fp8-param-gather fp4-recipe openai-gelu add-bias-linear
-    apply-query-key-layer-scaling ddp-bucket-size ddp-num-buckets ddp-average-in-collective
-    """.split()  # noqa: SIM905
-)
-"""Options that were read elsewhere here, or that say what parsim assumes anyway."""
-
 NEMO_NAMES = {
     "encoder-seq-length": "seq-length",
     "sequence-length": "seq-length",
@@ -392,38 +386,38 @@ VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 
 
-class _Options:
-    """Options by name; those that were read are noted."""
+class _Options(FileKeys):
+    """Options by name, with the words behind each.
 
-    def __init__(self, framework: str, words: Mapping[str, list[str]]) -> None:
-        self.framework, self.words = framework, words
-        self.read: dict[str, Any] = {}
-        self.unknown: list[str] = []
+    Attributes: given: options and words. hanging: those that were asked for a number, and have one that the script computes.
+    """
 
-    def flag(self, name: str) -> bool:
-        if name in self.words and not (self.words[name] and self.words[name][0].lower() in ("false", "0")):
-            self.read[name] = True
-            return True
-        return False
+    prefix = "--"
 
-    def text(self, name: str, default: str = "") -> str:
-        words = self.words.get(name)
-        if not words:
+    def __init__(self, framework: str, given: Mapping[str, list[str]]) -> None:
+        super().__init__(framework, {name: plain_value(words[0]) if words else True for name, words in given.items()})
+        self.given = given
+        self.hanging: list[str] = []
+
+    def flag(self, *keys: str, default: bool = False) -> bool:
+        """Whether it stands there, with nothing behind it that says no."""
+        (name,) = keys
+        if name not in self.given or str(self.values[name]).lower() in ("false", "0"):
             return default
-        self.read[name] = words[0]
-        return words[0]
+        self.read[name] = True
+        return True
 
-    def number(self, name: str, default: int, least: int = 0) -> int:
-        """A whole number; the default where the option is not given, or hangs on what the file lacks (`unknown`)."""
-        text = self.text(name)
-        if text and UNKNOWN in text:
-            self.read.pop(name)
-            self.unknown.append(name)
-            text = ""
-        if not text:
-            return default
-        self.read[name] = whole_number(self.framework, f"--{name}", text, least)
-        return int(self.read[name])
+    def text(self, *keys: str, default: str = "") -> str:
+        """The first word behind it; the default where there is none."""
+        return super().text(*keys, default=default) if self.given.get(keys[0]) else default
+
+    def number(self, *keys: str, default: int | None = None, least: int = 0) -> int:
+        """As of `FileKeys`; the default where the number hangs on what the file lacks (`hanging`)."""
+        if UNKNOWN in self.text(*keys):
+            self.read.pop(keys[0])
+            self.hanging.append(keys[0])
+            return default or 0
+        return super().number(*keys, default=default, least=least)
 
 
 def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> Recipe:
@@ -434,7 +428,7 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     recipe = Recipe(framework=framework, software={"framework": FRAMEWORKS[framework]})
     if model:
         recipe.name_model("model", model)
-        recipe.args = {key: options.number(name, 0) for name, key in RESIZED.items() if name in words}
+        recipe.args = {key: options.number(name, default=0) for name, key in RESIZED.items() if name in words}
     elif not words.keys() & {*SIZES.values(), "vocab-size"}:
         recipe.model = ""
         recipe.missing["model.name"] = "the sizes of the model are in a checkpoint or in a recipe of Python"
@@ -448,25 +442,25 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
             why = "the size of the vocabulary follows from a tokenizer file; add --vocab-size N"
             recipe.missing["model.args.vocab"] = why
     args, training = recipe.args, recipe.training
-    if not (seq := options.number("seq-length", 0)) and not model:
+    if not (seq := options.number("seq-length", default=0)) and not model:
         recipe.missing["model.args.seq"] = _lacking("seq-length", options)
     args |= {"seq": seq} if seq else {}
     for axis, name in AXES.items():
-        setattr(recipe, axis, options.number(name, 1, least=1))
-        if name in options.unknown:
+        setattr(recipe, axis, options.number(name, default=1, least=1))
+        if name in options.hanging:
             recipe.missing[f"plan.mesh.{axis}"] = _lacking(name, options)
-    recipe.micro_batch = options.number("micro-batch-size", 1, least=1)
-    if (batch := options.number("global-batch-size", 0)) > 0:
+    recipe.micro_batch = options.number("micro-batch-size", default=1, least=1)
+    if (batch := options.number("global-batch-size", default=0)) > 0:
         training["global_batch"] = batch
-    if "global-batch-size" in options.unknown:
+    if "global-batch-size" in options.hanging:
         recipe.missing["training.global_batch"] = _lacking("global-batch-size", options)
-    recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
+    recipe.processes = options.number("nproc-per-node", default=0) * options.number("nnodes", default=1)
     low = any([options.text("fp8-format"), *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))])
     high = "bf16" if options.flag("bf16") else "amp_fp16" if options.flag("fp16") else "fp32"
     training["precision"] = "nvfp4" if options.text("fp4-format") else "fp8" if low else high
-    optimizer = options.text("optimizer", "adam")
+    optimizer = options.text("optimizer", default="adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
-    moments = {options.words.get(name, [""])[0] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
+    moments = {options.given.get(name, [""])[0] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
     if len(moments) == 1 and moments <= set(STATE_BYTES):
         training["state_dtype"] = options.text("exp-avg-dtype")
         options.text("exp-avg-sq-dtype")
@@ -476,8 +470,8 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     if training["precision"] == "fp8" and options.flag("fp8-param-gather"):
         training["weight_dtype"] = "fp8"
     recipe.zero = 1 if options.flag("use-distributed-optimizer") else 0
-    recipe.zero = options.number("zero-stage", 0) or recipe.zero
-    recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", 1))
+    recipe.zero = options.number("zero-stage", default=0) or recipe.zero
+    recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", default=1))
     strategy = options.text("data-parallel-sharding-strategy")
     if options.flag("use-megatron-fsdp") or options.flag("use-custom-fsdp") or options.flag("use-torch-fsdp2"):
         recipe.zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
@@ -492,31 +486,20 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
         options.text("optimizer-offload-fraction")
     if len(set(words.get("num-experts", []))) > 1:
         recipe.left_out["--num-experts"] = f"layers have {' '.join(words['num-experts'])}: all have the first number"
-    if offloaded := options.number("cpu-offloading-num-layers", 0):
+    if offloaded := options.number("cpu-offloading-num-layers", default=0):
         recipe.offloaded_layers = offloaded
         options.flag("cpu-offloading")
-    recipe.taken |= options.read
-    for name in options.unknown:
+    for name in options.hanging:
         if name not in (*SIZES.values(), *AXES.values(), "global-batch-size", "seq-length"):
             recipe.left_out[f"--{name}"] = "it hangs on a value that the file lacks: taken as where it is not given"
     if "fp16" in options.read and training["precision"] == "amp_fp16":
         recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
-    every = "uniform" in words.get("recompute-method", [])
-    for name in words:
-        if name in options.read or name in HARMLESS or (every and name == "recompute-num-layers"):
-            recipe.ignored += [] if name in options.read else [f"--{name}"]
-        elif name in options.unknown:
-            continue
-        elif name in LEFT_OUT:
-            recipe.left_out[f"--{name}"] = LEFT_OUT[name]
-        elif SAME_TIME.match(name):
-            recipe.ignored.append(f"--{name}")
-        elif DEGREE.search(name.replace("-", "_")) and words[name] and words[name][0].isdigit() and int(words[name][0]) > 1:
-            raise ConfigError(
-                f"{framework}: --{name} {words[name][0]} is a degree of parallelism that parsim does not know; set it to 1"
-            )
-        else:
-            recipe.unknown.append(f"--{name}")
+    left_out = dict(LEFT_OUT)
+    if "uniform" in words.get("recompute-method", []):
+        del left_out["recompute-num-layers"]
+    for name in options.hanging:
+        options.values.pop(name, None)
+    options.sort(recipe, left_out=left_out, ignored=IGNORED)
     return recipe
 
 
@@ -528,17 +511,17 @@ def _read_overlap(options: _Options, recipe: Recipe) -> None:
     overlapped = options.flag("tp-comm-overlap")
     if overlapped and (recipe.tp == 1 or not recipe.args["sequence_parallel"]):
         overlapped = False  # there is nothing to overlap
-    if recipe.tp > 1 and (overlapped or usual_off or "tp-comm-overlap" in options.words):
+    if recipe.tp > 1 and (overlapped or usual_off or "tp-comm-overlap" in options.given):
         recipe.plan_keys["tensor_overlap"] = overlapped
     ahead = options.flag("overlap-param-gather")
-    if recipe.zero == 1 and (usual_off or "overlap-param-gather" in options.words):
+    if recipe.zero == 1 and (usual_off or "overlap-param-gather" in options.given):
         recipe.plan_keys["gather_ahead"] = ahead
     row = named(recipe.model) if recipe.model else None
     experts = recipe.args.get("experts") or (row.shape.experts if row is not None and row.shape is not None else 0)
     if not experts:
         return
     dispatcher = options.text("moe-token-dispatcher-type")
-    backend = "deepep" if options.flag("moe-enable-deepep") else options.text("moe-flex-dispatcher-backend", "deepep")
+    backend = "deepep" if options.flag("moe-enable-deepep") else options.text("moe-flex-dispatcher-backend", default="deepep")
     if dispatcher == "allgather":
         recipe.left_out["--moe-token-dispatcher-type"] = "tokens reach experts by all_to_all"
     if dispatcher and recipe.ep > 1:
@@ -554,26 +537,28 @@ def _read_overlap(options: _Options, recipe: Recipe) -> None:
 
 
 def _lacking(name: str, options: _Options) -> str:
-    if name in options.unknown:
+    if name in options.hanging:
         return f"--{name} depends on a value that the file lacks; write its number"
     return f"--{name} is missing; add it"
 
 
 def _shape(options: _Options) -> dict[str, Any]:
     args: dict[str, Any] = {key: options.flag(name) == value for name, (key, value) in SWITCHES.items()}
-    layers, hidden, heads = (options.number(name, 0) for name in SIZES.values())
+    layers, hidden, heads = (options.number(name, default=0) for name in SIZES.values())
     # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
-    ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
+    ffn = options.number("ffn-hidden-size", default=0) or (int(4 * hidden * 2 / 3 / 64) * 64 if args["gated"] else 4 * hidden)
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
-    vocab = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0) or _tokens_known(options)
+    vocab = options.number("vocab-size", default=0) or options.number("padded-vocab-size", default=0) or _tokens_known(options)
     alibi = options.text("position-embedding-type") == "alibi"
-    step = options.number("make-vocab-size-divisible-by", VOCABULARY_STEP, least=1) * options.number(AXES["tp"], 1, least=1)
+    step = options.number("make-vocab-size-divisible-by", default=VOCABULARY_STEP, least=1) * options.number(
+        AXES["tp"], default=1, least=1
+    )
     args |= {
         "layers": layers,
         "hidden": hidden,
         "heads": heads,
         "ffn": ffn,
-        "norm": "rms" if options.text("normalization", "LayerNorm").lower() == "rmsnorm" else "layer",
+        "norm": "rms" if options.text("normalization", default="LayerNorm").lower() == "rmsnorm" else "layer",
         "rotary": rotary,
         "vocab": math.ceil(vocab / step) * step,
     }
@@ -586,42 +571,44 @@ def _shape(options: _Options) -> dict[str, Any]:
     if alibi:
         args["alibi"] = True
     elif (
-        not rotary and not options.flag("no-position-embedding") and (positions := options.number("max-position-embeddings", 0))
+        not rotary
+        and not options.flag("no-position-embedding")
+        and (positions := options.number("max-position-embeddings", default=0))
     ):
         args["positions"] = positions
-    if head_dim := options.number("kv-channels", 0):
+    if head_dim := options.number("kv-channels", default=0):
         args["head_dim"] = head_dim
-    groups = options.number("num-query-groups", 0)
+    groups = options.number("num-query-groups", default=0)
     if groups and (options.flag("group-query-attention") or groups != heads):
         args["kv_heads"] = groups
-    if (experts := options.number("num-experts", 0)) > 1:
-        by_deepspeed = options.framework == NEOX or "deepspeed" in options.words  # which routes to one, in every second layer
-        args |= {"experts": experts, "active": options.number("moe-router-topk", 1 if by_deepspeed else 2)}
-        args["expert_ffn"] = options.number("moe-ffn-hidden-size", 0) or ffn
+    if (experts := options.number("num-experts", default=0)) > 1:
+        by_deepspeed = options.framework == NEOX or "deepspeed" in options.given  # which routes to one, in every second layer
+        args |= {"experts": experts, "active": options.number("moe-router-topk", default=1 if by_deepspeed else 2)}
+        args["expert_ffn"] = options.number("moe-ffn-hidden-size", default=0) or ffn
         layers = max(layers, 1)
-        shared = options.number("num-shared-experts", 0) * args["expert_ffn"]
-        args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", shared)
+        shared = options.number("num-shared-experts", default=0) * args["expert_ffn"]
+        args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", default=shared)
         # Layers without experts, which parsim has first; of other patterns their number.
         usual = "2" if by_deepspeed else "1"
-        pattern = options.text("moe-layer-freq", usual)
+        pattern = options.text("moe-layer-freq", default=usual)
         counts = re.findall(r"\[0\](?:\s*\*\s*(\d+))?", pattern)
         dense = sum(whole_number(options.framework, "--moe-layer-freq", count or 1) for count in counts)
-        every = options.number("moe-layer-freq", int(usual), least=1) if pattern.isdigit() else 0
+        every = options.number("moe-layer-freq", default=int(usual), least=1) if pattern.isdigit() else 0
         args["dense_layers"] = layers - math.ceil(layers / every) if every else min(dense, layers - 1)
-    if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.words:
+    if options.flag("multi-latent-attention") or LATENT["key_rank"] in options.given:
         defaults = {"query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128}
-        args |= {key: options.number(name, defaults[key]) for key, name in LATENT.items()}
+        args |= {key: options.number(name, default=defaults[key]) for key, name in LATENT.items()}
     return args
 
 
 def _tokens_known(options: _Options) -> int:
     """The vocabulary of a tokenizer that has one alone, or that is named as a model which ships; 0: not known."""
-    default = MERGED if "merge-file" in options.words else ""
-    file = Path(" ".join(options.words.get("vocab-file", []))).name
+    default = MERGED if "merge-file" in options.given else ""
+    file = Path(" ".join(options.given.get("vocab-file", []))).name
     if tokens := TOKENIZERS.get(file) or TOKENIZERS.get(options.text("tokenizer-type") or default, 0):
         return tokens
     for name in ("tokenizer-model", "tokenizer-name-or-path"):
-        row = named(" ".join(options.words.get(name, [])))
+        row = named(" ".join(options.given.get(name, [])))
         if row is not None and row.shape is not None:
             options.text(name)
             return row.shape.vocab
@@ -642,18 +629,18 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
     unfused = options.text("attention-backend") == "unfused" or options.text("transformer-impl") == "local"
     if unfused:
         recipe.args["kernels"] = "unfused-attention"
-    modules = [word for word in options.words.get("recompute-modules", []) if word in MODULES]
+    modules = [word for word in options.given.get("recompute-modules", []) if word in MODULES]
     if (
         granularity == "full"
-        and "block" in options.words.get("recompute-method", [])
-        and "recompute-num-layers" in options.words
+        and "block" in options.given.get("recompute-method", [])
+        and "recompute-num-layers" in options.given
     ):
-        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers", 1)
+        recipe.recompute, recipe.every = "first", options.number("recompute-num-layers", default=1)
     elif granularity == "full":
         recipe.recompute = "full"
     elif granularity == "selective" and unfused:
         recipe.recompute, recipe.args["selective"] = "selective", True
-    elif granularity == "selective" and modules and set(modules) == set(options.words["recompute-modules"]):
+    elif granularity == "selective" and modules and set(modules) == set(options.given["recompute-modules"]):
         recipe.recompute, recipe.args[MODULES_AGAIN] = "selective", " ".join(modules)
         options.text("recompute-modules")
     elif granularity == "selective":
@@ -663,8 +650,12 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
 def _read_chunks(options: _Options, recipe: Recipe) -> None:
     row = named(recipe.model)
     layers, pp = recipe.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0), recipe.pp
-    each = options.number("num-layers-per-virtual-pipeline-stage", 0)
-    recipe.chunks = options.number("num-virtual-stages-per-pipeline-rank", 0) or options.number("num-virtual-stages", 0) or 1
+    each = options.number("num-layers-per-virtual-pipeline-stage", default=0)
+    recipe.chunks = (
+        options.number("num-virtual-stages-per-pipeline-rank", default=0)
+        or options.number("num-virtual-stages", default=0)
+        or 1
+    )
     if each and layers:
         if layers % (pp * each):
             raise ConfigError(
@@ -672,7 +663,7 @@ def _read_chunks(options: _Options, recipe: Recipe) -> None:
                 f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
             )
         recipe.chunks = layers // pp // each
-    layout = "".join(options.words.get(LAYOUT, ()))
+    layout = "".join(options.given.get(LAYOUT, ()))
     if layout:
         options.text(LAYOUT)
         recipe.stage_layers = _stages_of_layout(layout)
@@ -680,7 +671,7 @@ def _read_chunks(options: _Options, recipe: Recipe) -> None:
     if pp == 1:
         recipe.chunks, recipe.stage_layers = 1, ()
     if recipe.chunks > 1:
-        recipe.rounds_of = options.number(ROUNDS, pp)
+        recipe.rounds_of = options.number(ROUNDS, default=pp)
         if recipe.rounds_of != pp:
             recipe.left_out[f"--{ROUNDS}"] = f"a rank turns to its next chunk after pp = {pp} microbatches"
     if pp > 1 and layers and not recipe.stage_layers:
@@ -693,7 +684,7 @@ def _stages_of_ends(options: _Options, recipe: Recipe, layers: int) -> tuple[int
     Source: Megatron-LM, megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
     """
     pp, chunks = recipe.pp, recipe.chunks
-    first, last = (options.number(name, 0, 1) for name in ENDS)
+    first, last = (options.number(name, default=0, least=1) for name in ENDS)
     weighed = "embedding" in options.text(PARTITION).lower()
     ends = [options.flag(name) or weighed for name in ENDS_COUNT]
     rest, inner = layers - first - last, pp - bool(first) - bool(last)
@@ -1007,7 +998,7 @@ def read_nemo(source: SourceFile) -> Recipe:
 
 FORMATS = {
     "megatron": FileFormat(
-        layouts="scripts with branches, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
+        layouts="scripts with branches, Megatron-SWIFT, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
         refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",
         what="a script with the arguments of Megatron-LM",
         tool=NAME,

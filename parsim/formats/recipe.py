@@ -249,7 +249,12 @@ DEGREE = re.compile(
 
 
 class FileKeys:
-    """The values of a file by key, with dots between tables; those that were read are noted."""
+    """The values of a file by key, with dots between tables; those that were read are noted.
+
+    Attributes: prefix: of keys in what is said of them.
+    """
+
+    prefix = ""
 
     def __init__(self, framework: str, document: Mapping[str, Any]) -> None:
         self.framework = framework
@@ -268,7 +273,7 @@ class FileKeys:
         """A whole number, from `least` on. Raises ConfigError: another value, or none and no default."""
         if self.text(*keys):
             key = next(key for key in keys if key in self.values)
-            return whole_number(self.framework, key, self.values[key], least)
+            return whole_number(self.framework, f"{self.prefix}{key}", self.values[key], least)
         if default is None:
             raise ConfigError(f"{self.framework}: {keys[0]} is missing; add it")
         return default
@@ -311,21 +316,19 @@ class FileKeys:
         """
         recipe.taken |= self.read
         for key, value in self.values.items():
+            name = f"{self.prefix}{key}"
             if key in recipe.taken:
                 continue
-            if key in left_out:
-                if value in (False, "", 0, "none", "None"):
-                    recipe.ignored.append(key)
-                else:
-                    recipe.left_out[key] = left_out[key]
-            elif ignored.match(key):
-                recipe.ignored.append(key)
-            elif DEGREE.search(key.lower()) and isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            if key in left_out and value not in (False, "", 0, "none", "None"):
+                recipe.left_out[name] = left_out[key]
+            elif key in left_out or ignored.match(key):
+                recipe.ignored.append(name)
+            elif DEGREE.search(key.lower().replace("-", "_")) and type(value) is int and value > 1:
                 raise ConfigError(
-                    f"{self.framework}: {key} = {value!r} is a degree of parallelism that parsim does not know; set it to 1"
+                    f"{self.framework}: {name} = {value!r} is a degree of parallelism that parsim does not know; set it to 1"
                 )
             else:
-                recipe.unknown.append(key)
+                recipe.unknown.append(name)
 
 
 def flat_table(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,7 +352,7 @@ def plain_value(text: str) -> bool | int | str:
     """A word of a command line or of the environment, as a table would hold it."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
 ADAPTERS = ("lora", "qlora")

@@ -523,8 +523,8 @@ def is_arguments(source: SourceFile) -> bool:
 FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
-        "ms-swift), scripts in Python and notebooks that give them as literals (peft, TRL, Unsloth), PaddleNLP's, DeepSpeed "
-        "configs beside or inside",
+        "ms-swift) or name such a file, scripts in Python and notebooks that give them as literals (peft, TRL, Unsloth), "
+        "PaddleNLP's, DeepSpeed configs beside or inside",
         refuses="other adapters than LoRA; rollouts and losses with a second model; states divided within a node of unknown "
         "size; a DeepSpeed config that is not there",
         what="TrainingArguments of Hugging Face, as JSON, YAML, options of a script or Python",
@@ -534,7 +534,8 @@ FORMATS = {
         read=read_arguments,
     ),
     "accelerate": FileFormat(
-        layouts="fsdp_config, deepspeed_config, megatron_lm_config, parallelism_config",
+        layouts="fsdp_config, deepspeed_config, megatron_lm_config, parallelism_config; with the script or the arguments "
+        "that name it or lie beside it",
         refuses="a model and a batch, until --set and --batch; TPUs",
         what="a YAML file of accelerate config",
         tool=ACCELERATE,

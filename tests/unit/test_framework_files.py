@@ -210,6 +210,17 @@ def test_offload_of_megatron_is_taken_where_it_means_the_same() -> None:
     assert {"--optimizer-cpu-offload", "--optimizer-offload-fraction"} <= set(part.left_out)
 
 
+def test_latent_attention_without_sizes_has_those_of_megatron() -> None:
+    """Source: megatron/core/transformer/transformer_config.py, MLATransformerConfig."""
+    args = read_script(SIZES + "--bf16 --multi-latent-attention --q-lora-rank 1536").args
+    assert {key: args[key] for key in ("query_rank", "key_rank", "rope_dim", "head_dim")} == {
+        "query_rank": 1536,
+        "key_rank": 512,
+        "rope_dim": 64,
+        "head_dim": 128,
+    }
+
+
 def test_precisions_of_megatron_say_what_they_are_taken_as() -> None:
     assert read_script(SIZES + "--fp16").left_out["--fp16"].startswith("taken as amp_fp16")
     recipe = read_script(SIZES + "--fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --reset-attention-mask")
@@ -617,9 +628,9 @@ BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 
     [
         ("a.sh", f"{BASE} --num-layers inf", "--num-layers = 'inf' must be a whole number from 0"),
         ("a.sh", f"{BASE} --hidden-size nan", "--hidden-size = 'nan' must be a whole number from 0"),
-        ("a.sh", f"{BASE} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by = '0' must be"),
-        ("a.sh", f"{BASE} --tensor-model-parallel-size 0", "--tensor-model-parallel-size = '0' must be"),
-        ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq 0", "--moe-layer-freq = '0' must be"),
+        ("a.sh", f"{BASE} --make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by = 0 must be"),
+        ("a.sh", f"{BASE} --tensor-model-parallel-size 0", "--tensor-model-parallel-size = 0 must be"),
+        ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq 0", "--moe-layer-freq = 0 must be"),
         ("a.sh", f"{BASE} --num-experts 4 --moe-layer-freq [0]*{'9' * 5000}", "must be a whole number from 0"),
         ("a.sh", f"{BASE} --seq-length {'9' * 5000}", "must be a whole number from 0"),
         ("t.toml", '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0', "degree = 0 must be"),
