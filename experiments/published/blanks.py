@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.published.machines import Machine
 from experiments.published.rows import Row
-from experiments.published.rules import PART_TUNED, Rule, micro_of, recompute_of, stage_of
+from experiments.published.rules import PART_TUNED, UNKNOWN, Rule, micro_of, recompute_of, stage_of
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.names import LLAMA, NAMED
 from parsim.model.catalogue.names import named as model_named
@@ -306,6 +306,8 @@ def _ways_of(row: Row, framework: Rule, shape: Shape, machine: Machine, notes: N
         tp, pp = row.tp or _tensor_ways_of_adapters(machine), row.pp or 1
     elif framework.tp and row.tp is None and row.pp is None:
         tp, pp = framework.tp, framework.pp
+    elif framework.name == UNKNOWN and _states_divide(row, shape, machine):
+        tp, pp = 1, 1
     else:
         most = LARGEST["gpus"] if row.gpus is None else max(1, row.gpus // (row.cp or 1))
         tp, pp = _split_by_size(row, shape, most, machine)
@@ -317,15 +319,26 @@ def _may_double(tp: int, shape: Shape, per_node: int) -> bool:
     return 2 * tp <= min(MOST_TENSOR_WAYS, per_node) and shape.heads % (2 * tp) == 0
 
 
-def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple[int, int]:
-    """tp and pp that are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB, or of the GPU's."""
+def _states_divide(row: Row, shape: Shape, machine: Machine) -> bool:
+    """Whether nothing but states needs to be divided, as FSDP and DeepSpeed do: over a node, with a sample for each GPU."""
+    samples = row.global_batch is None or row.gpus is None or row.global_batch >= row.gpus
+    return row.tp is None and row.pp is None and samples and _needed(row, shape, machine) <= MOST_TENSOR_WAYS
+
+
+def _needed(row: Row, shape: Shape, machine: Machine) -> int:
+    """The fewest GPUs on which 18 bytes per parameter take half of 80 GB, or of the GPU's."""
     parameters = 12 * shape.layers * shape.hidden**2
     if shape.experts:
         arms = 3 if shape.gated else 2
         held = shape.experts // math.gcd(row.ep or MOST_TENSOR_WAYS, shape.experts)
         parameters += (shape.layers - shape.dense_layers) * held * arms * shape.hidden * shape.expert_ffn
     half = min(80e9, load_gpu(machine.gpu).memory_bytes.value) / 2
-    needed = max(1, math.ceil(18 * parameters / half))
+    return max(1, math.ceil(18 * parameters / half))
+
+
+def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple[int, int]:
+    """tp and pp that are not stated: tensor parallelism in a node, then a pipeline, until states fit (`_needed`)."""
+    needed = _needed(row, shape, machine)
     tp, pp = row.tp or 1, row.pp or 1
     while row.tp is None and tp * pp < needed and tp * pp * 2 <= gpus and _may_double(tp, shape, machine.per_node):
         tp *= 2

@@ -127,7 +127,7 @@ def score_of(row: Judged, medians: Mapping[str, tuple[float, float]]) -> float:
     return (-row.log_error - median) / sigma
 
 
-POOLED_SOURCES = 4
+POOLED_SOURCES = 6
 """Sources of a class whose rows weigh as much as those of all other classes together. Of classes by themselves the intervals
 of few sources are those of one; with all rows together one wide class widens every other."""
 

@@ -152,7 +152,8 @@ WORDS: tuple[tuple[str, str], ...] = (
 EAGER = re.compile(
     r"\beager\b|not compiled|without compil|no compil|compile[^,;]* not stated|compile ?[=:] ?(?:false|off)", re.I
 )
-COMPILES = re.compile(r"compile|\bxla\b|inductor", re.IGNORECASE)
+COMPILES = re.compile(r"compile|\bxla\b|inductor|nanogpt|llm\.c\b", re.IGNORECASE)
+"""nanoGPT's train.py compiles unless it is told not to, and llm.c has kernels of its own."""
 
 
 def is_compiled(row: Row) -> bool:

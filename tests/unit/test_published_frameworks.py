@@ -107,7 +107,8 @@ LOOPS: tuple[tuple[str, str, int, dict[str, Any], str], ...] = (
     ("gpt3-1.3b", "a100-sxm-80gb", 64, {"zero": 0}, "megatron 2021"),
     ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": "tp 2"}, "megatron 2021"),
     ("gpt3-175b", "h100-sxm", 512, {"divided": "tp 2"}, "megatron"),
-    ("bert-4b", "v100-sxm-32gb", 8, {}, "deeplearningexamples"),
+    ("bert-large", "v100-sxm-32gb", 8, {}, "deeplearningexamples"),
+    ("bert-4b", "v100-sxm-32gb", 8, {}, "fsdp"),
     ("bert-4b", "h100-sxm", 8, {"zero": 1, "low": True}, "mlperf"),
 )
 
@@ -141,6 +142,22 @@ def test_an_unknown_framework_does_not_fit_only_if_no_plausible_one_does() -> No
     too_large = predict(row_of(row | {"global_batch": "640", "micro_batch": "20"}))
     assert too_large.fit_probability is not None
     assert too_large.fit_probability < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "expected"),
+    [
+        ("Llama 3.1 8B", "8", "64", "unknown, as fsdp: custom pp=1 dp=8 tp=1"),
+        ("Llama 3.1 8B", "64", "16", "unknown, as megatron: custom pp=1 dp=16 tp=4"),  # fewer samples than GPUs
+        ("Llama 3.1 70B", "64", "128", "unknown, as megatron: custom pp=4 dp=2 tp=8"),
+        ("BERT 4B", "8", "64", "unknown, as fsdp: custom pp=1 dp=8 tp=1"),
+    ],
+)
+def test_who_states_no_split_divides_states_alone_while_a_node_holds_them(
+    model: str, gpus: str, batch: str, expected: str
+) -> None:
+    blank = LLAMA | NAMELESS | {"recompute": "", "micro_batch": "", "seq": "512"}
+    assert predict(row_of(row_with(**blank | {"model": model, "gpus": gpus, "global_batch": batch}))).why.startswith(expected)
 
 
 def test_a_named_framework_is_not_guessed() -> None:

@@ -590,7 +590,7 @@ def plausible_frameworks(
         by, names = "its experts" if shape.experts else divided, ("megatron-bridge", "megatron", "nemo")
     elif divided:
         by, names = divided, ("megatron", "nemo", "megatron-bridge")
-    elif not shape.causal:
+    elif not shape.causal and (whole or zero is not None or devices == 1):
         by, names = "attention to both sides", ("mlperf",) if year is None else ("deeplearningexamples", "mlperf")
     elif zero == 1 or low:
         by, names = "ZeRO 1" if zero == 1 else "products in 8 bits or fewer", ("megatron", "nemo", "megatron-bridge")
