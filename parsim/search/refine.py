@@ -214,18 +214,16 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
     recomputed, segmented = _recomputed_may_fit(problem, plan), _segmented_may_fit(problem, plan)
     if not (recomputed or segmented) or not may_fit_recomputing(problem, plan):
         return
-    floor = plan_floor(problem, plan)
-    least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
     if recomputed:
         covered = tries_all_of(problem, plan)
-        tried = Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), instead_of_one=True)
+        tried = Node(bound_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), instead_of_one=True)
         yield replace(tried, covered=covered)
         if are_few(problem, plan):
-            yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
+            yield Node(bound_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
     if segmented:
         opened = partial(_segmented, problem, plan, cutting)
-        yield Node(least_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
+        yield Node(bound_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:
