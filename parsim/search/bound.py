@@ -686,9 +686,9 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
 
     sending, gathering, done, buckets = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):
-        across = replica_sum_work(layout, bucket, rank)
+        over_groups = replica_sum_work(layout, bucket, rank)
         several = len(bucket.group) > 1
-        if not several and across is None:
+        if not several and over_groups is None:
             continue
         summed = seconds(bucket_work(layout, bucket)) if several else 0.0
         stage = layout.zero_stage_of(bucket)
@@ -697,15 +697,17 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
             gathering += seconds(gathering_work(bucket))
         later = [work.remaining_s[name] for name in layout.completes(bucket.family, place) if name in work.remaining_s]
         remaining = min(later, default=work.busy_s)  # of tied parameters at any of their places
-        buckets.append((remaining, summed, 0.0 if across is None else seconds(across)))
+        buckets.append((remaining, summed, 0.0 if over_groups is None else seconds(over_groups)))
     if layout.plan.zero_stage >= 3:
         sending += layout.plan.microbatches * _Computation(problem, layout).gathered_s(place, rank)
-    sums, following = _Sums(), 0.0
-    for remaining, summed, across_s in sorted(buckets):
-        sums.add(summed, across_s)
-        done = max(done, work.busy_s - remaining + sums.end_s)
+    # sums within sharding groups follow one another, as sums over all groups do, each behind the first sum of its bucket
+    sums_s, least_s, following = np.zeros(2), np.full(2, np.inf), 0.0
+    for remaining, *both_s in sorted(buckets):
+        sums_s, least_s = sums_s + both_s, np.minimum(least_s, both_s)
+        end_s = float((sums_s + least_s[::-1]).max())
+        done = max(done, work.busy_s - remaining + end_s)
         if remaining <= 0.0:
-            following = sums.end_s
+            following = end_s
     steps: list[Work] = list(updates_of(layout, rank))
     if layout.plan.optimizer_offload:
         steps = [HostUpdate(elements=step.elements, optimizer=step.optimizer) for step in updates_of(layout, rank)]
@@ -713,29 +715,6 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
     # a host's update goes bucket by bucket, and buckets are gathered beside later ones
     after_s = max(update_s, gathering) if layout.plan.optimizer_offload else update_s + gathering
     return max(done + after_s, sending + gathering), following + after_s
-
-
-@dataclass
-class _Sums:
-    """What passes at least until the sums of buckets that are complete at one moment or later have ended.
-
-    Sums of a sharding group run one after the other. Sums over all groups do too, each behind the first sum of its bucket.
-    """
-
-    summed_s: float = 0.0
-    across_s: float = 0.0
-    least_summed_s: float = float("inf")
-    least_across_s: float = float("inf")
-
-    def add(self, summed_s: float, across_s: float) -> None:
-        self.summed_s += summed_s
-        self.across_s += across_s
-        self.least_summed_s = min(self.least_summed_s, summed_s)
-        self.least_across_s = min(self.least_across_s, across_s)
-
-    @property
-    def end_s(self) -> float:
-        return max(self.summed_s + self.least_across_s, self.least_summed_s + self.across_s)
 
 
 # A lower bound of the step on so many devices, whatever the mesh: all computation of the batch, divided evenly.
@@ -750,12 +729,6 @@ def device_bound_s(problem: PlanningProblem, devices: int) -> float:
     if key not in known:
         known[key] = _batch_s(problem, devices)
     return float(known[key]) / devices * least_noise(problem, devices) * ROUNDING
-
-
-def prices_are_alike(problem: PlanningProblem) -> bool:
-    """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
-    noise = problem.cluster.profile.noise
-    return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
 
 
 def _batch_s(problem: PlanningProblem, devices: int) -> float:

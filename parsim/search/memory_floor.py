@@ -11,7 +11,7 @@ above the bound may still not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import NamedTuple, cast
@@ -533,9 +533,6 @@ def _kinds(
 
 
 # What a plan holds at least, known without working out its memory.
-#
-# A place that holds too much must free it: a recomputed component frees at most what it saves, of every microbatch that is
-# held.
 
 
 MOST_FORWARDS = 256
@@ -563,47 +560,6 @@ class PlanFloor:
         over = max(0.0, self.floor.largest_bytes - float(self.floor.rooms.max()))
         held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
         return max(over, float(held.max()))
-
-    def may_fit_with(self, stage: int, whole: Set[str], some: Set[str]) -> bool:
-        """Whether a place may fit where just these components are recomputed; false only where none of the plans does.
-
-        What they save is freed until their own backward. In that, what runs whole is whole again, beside what earlier
-        components save.
-
-        Args:
-            whole, some: components whose forward runs again, or some operators of it; not as segments.
-        """
-        names, saved = [component.name for component in self.problem.model.components], self.floor.saved.tolist()
-
-        def frees(place: HeldRuns) -> float:
-            alive = np.max(np.array(place.moments), axis=0).tolist()
-            return sum(
-                float(count * saved[number])
-                for (first, last), count in zip(place.runs, alive, strict=True)
-                for number in range(first, last)
-                if names[number] in whole or names[number] in some
-            )
-
-        def holds_again(place: HeldRuns, room: float) -> bool:
-            """Whether each component may be whole in its backward."""
-            weights = self.floor.weights.of(stage)
-            left = room / ROUNDING - sum(float(weights[first:last].sum()) for first, last in place.runs)
-            for first, last in place.runs:
-                earlier = 0.0
-                for number in range(first, last):
-                    if names[number] not in some and earlier + saved[number] > left:
-                        return False
-                    if names[number] not in whole and names[number] not in some:
-                        earlier += saved[number]
-            return True
-
-        # components on single ranks run beside one another: of these it is not known what they hold again
-        alone = any(placement.kind == "place" for part in self.plan.stages for placement in part.placements)
-        over = self.floor.of_places(stage, self.places, recomputing=False).tolist()
-        return all(
-            excess <= 0 or (frees(place) >= excess * ROUNDING and (alone or holds_again(place, room)))
-            for place, excess, room in zip(self.places, over, self.floor.rooms.tolist(), strict=True)
-        )
 
     def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
         """By how much the plan does not fit at least, whatever the cut into stages."""

@@ -42,7 +42,6 @@ from parsim.search.space import (
     every_cut,
     is_small,
     orders,
-    zero_stages,
 )
 from parsim.search.stages import Cutting, is_long, place_excess_bytes, segments_of
 
@@ -143,13 +142,7 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
 
     The least bound first, and one by one: memory takes longer to work out than a bound, and most sets are too slow.
     """
-    floor = plan_floor(problem, plan)
-    possible = (
-        each
-        for each in every_set(problem, plan)
-        if floor is None or floor.may_fit_with(plan.zero_stage, each.recomputed, each.recomputed_by_operator)
-    )
-    tried = sorted(((step_bound_s(problem, each), each) for each in possible), key=itemgetter(0))
+    tried = sorted(((step_bound_s(problem, each), each) for each in every_set(problem, plan)), key=itemgetter(0))
     fitting: list[Plan] = []
 
     def from_on(number: int) -> list[Node]:
@@ -183,20 +176,6 @@ def may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> bo
     if _recomputed_may_fit(problem, plan) or _segmented_may_fit(problem, plan):
         return True
     return _other_stages_may_fit(problem, plan, cutting)
-
-
-def missing_of_cut(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
-    """By how much no plan with these stages and any ZeRO stage fits, nor with those that are cut instead, and the one that
-    needs least; where one might fit, 0 and the plan as it is."""
-    least, closest = float("inf"), plan
-    for stage in zero_stages(problem, problem.layout(plan)):
-        staged = replace(plan, zero_stage=stage)
-        over = floor_excess_bytes(problem, staged, recomputing=plan.recomputes)
-        if not over or may_fit(problem, staged, cutting):
-            return 0.0, plan
-        if over < least:
-            least, closest = over, staged
-    return least, closest
 
 
 def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:

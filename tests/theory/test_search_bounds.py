@@ -14,7 +14,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import parsim as ps
-from experiments.search.asking import drawn, hungry
+from experiments.search.asking import drawn
 from experiments.search.never_slower import by_hand
 from experiments.search.problems import ClusterDraw, ModelDraw, ProblemDraw, built_model
 from parsim.errors import ParsimError
@@ -409,27 +409,6 @@ def test_zero_divides_state_then_gradients_then_parameters() -> None:
     """8 bytes of state, 4 of gradients, 2 of parameters on two tp ranks and four replicas."""
     parts = WeightParts(((2, (8.0, 4.0, 2.0)),))
     assert [parts.bytes_at(stage, copies=4) for stage in ZERO_STAGES] == [14.0, 7.0, 3.5, 1.75]
-
-
-def test_sets_that_are_left_out_by_their_floor_do_not_fit() -> None:
-    """Every recomputed set of random small problems whose components keep much, under random placements."""
-    assert sum(map(sets_left_out, range(24))) > 100
-
-
-def sets_left_out(seed: int) -> int:
-    random, count = Random(seed), 0
-    shape = random.choice(((2, 2, (2, 4)), (2, 3, (2,)), (1, 3, (4,))))
-    draw = hungry(drawn(random, shape), random.choice((0.9, 0.75, 0.6, 0.45)))
-    problem = draw.problem()
-    found = [replace(plan, recompute="none") for plan in by_hand(problem, random)]
-    for plan in found[:4]:
-        floor = plan_floor(problem, plan)
-        for each in every_set(problem, plan) if floor is not None else ():
-            assert floor is not None
-            if not floor.may_fit_with(plan.zero_stage, each.recomputed, each.recomputed_by_operator):
-                count += 1
-                assert any(place_excess_bytes(problem, each)), each.summary()
-    return count
 
 
 @settings(max_examples=60, deadline=None)
