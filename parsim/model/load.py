@@ -292,7 +292,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", c
             counted=counted,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
-    notes = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
+    notes = (*model.assumptions, *(left_out(spec, module) if is_config(spec.name) else ()))
     divisible = (in_zoo or is_config(spec.name)) and kind.objective.adds_up
     form = model.loss_form if divisible else checked_form(model, lambda: build_module(spec), kind)
     return replace(model, loss_form=form, assumptions=notes)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json, read_text, reading
@@ -154,6 +153,17 @@ def sequence_length(config: Any, given: int | None, where: str) -> int:
 # does to the time of a device that holds some of the experts is left out.
 
 
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module has another function of this name."""
+    original = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
 NAME = "parsim_grouped_mm"
 """Of the implementation, as `config._experts_implementation` has it."""
 
@@ -162,7 +172,7 @@ def implementation() -> str | None:
     """The name of the implementation, registered with transformers; None where transformers has no such table."""
 
     def grouped_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False):
+        with _replaced(moe, "_can_use_grouped_mm", lambda *_, **__: False):
             return moe.grouped_mm_experts_forward(self, *args, **kwargs)
 
     try:
@@ -248,18 +258,74 @@ def selective_scan(
     import torch
     from torch.nn import functional
 
-    kind, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    outer, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     x, dt, a, b, c = (each.to(wide) for each in (x, dt, a, b, c))
-    dt = dt if bias is None else dt + bias.to(wide)[:, None]
-    dt = functional.softplus(dt) if softplus else dt
-    state, made = x.new_zeros(*x.shape[:2], a.shape[1]), []
-    for token in range(x.shape[2]):
-        step = dt[:, :, token, None]
-        state = torch.exp(step * a) * state + step * x[:, :, token, None] * b[:, None, :, token]
-        made.append((state * c[:, None, :, token]).sum(-1))
-    out = torch.stack(made, -1)
+    states = _states(x, _steps(dt, bias, softplus), a, b)
+    out = torch.einsum("lbfs,bsl->bfl", states[1:], c)
     out = out if d is None else out + x * d.to(wide)[:, None]
-    return (out if z is None else out * functional.silu(z.to(wide))).to(kind)
+    return (out if z is None else out * functional.silu(z.to(wide))).to(outer)
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    from torch.nn.functional import softplus as rectified
+
+    dt = dt if bias is None else dt + bias.to(dt.dtype)[:, None]
+    return rectified(dt) if softplus else dt
+
+
+def _states(x: Tensor, steps: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """h of every token behind a first one of zeros: [length + 1, batch, features, states]."""
+    import torch
+
+    states = [x.new_zeros(*x.shape[:2], a.shape[1])]
+    for token in range(x.shape[2]):
+        step = steps[:, :, token, None]
+        states.append(torch.exp(step * a) * states[-1] + step * x[:, :, token, None] * b[:, None, :, token])
+    return torch.stack(states)
+
+
+def scan_gradients(gradient: Tensor, operands: list[Any], softplus: bool) -> list[Tensor]:
+    """Of every operand of `selective_scan` that is given. g[t], the gradient of h[t], follows from that of the token behind:
+    g[t] = c[t] dy[t] + exp(dt[t+1] a) g[t+1]."""
+    import torch
+    from torch.nn import functional
+
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    widened: list[Any] = [None if each is None else each.to(wide) for each in operands]
+    x, dt, a, b, c, d, z, bias = widened
+    steps = _steps(dt, bias, softplus)
+    states = _states(x, steps, a, b)
+    of_y, of_z, of_d = gradient.to(wide), None, None
+    if z is not None:
+        made = torch.einsum("lbfs,bsl->bfl", states[1:], c) + (0 if d is None else x * d[:, None])
+        share = torch.sigmoid(z)
+        of_z = of_y * made * share * (1 + z * (1 - share))
+        of_y = of_y * functional.silu(z)
+    if d is not None:
+        of_d = (of_y * x).sum((0, 2))
+    of_states, gradients = torch.zeros_like(states[0]), []
+    for token in reversed(range(x.shape[2])):
+        of_states = of_states + of_y[:, :, token, None] * c[:, None, :, token]
+        gradients.append(of_states)
+        of_states = of_states * torch.exp(steps[:, :, token, None] * a)
+    of_h = torch.stack(gradients[::-1])
+    grown = of_h * states[:-1] * torch.exp(torch.einsum("bfl,fs->lbfs", steps, a))
+    fed = torch.einsum("lbfs,bsl->bfl", of_h, b)
+    of_steps = torch.einsum("lbfs,fs->bfl", grown, a) + fed * x
+    if softplus:
+        of_steps = of_steps * torch.sigmoid(dt if bias is None else dt + bias[:, None])
+    of_all = (
+        fed * steps + (0 if d is None else of_y * d[:, None]),
+        of_steps,
+        torch.einsum("lbfs,bfl->fs", grown, steps),
+        torch.einsum("lbfs,bfl->bsl", of_h, steps * x),
+        torch.einsum("lbfs,bfl->bsl", states[1:], of_y),
+        of_d,
+        of_z,
+        of_steps.sum((0, 2)),
+    )
+    pairs = zip(of_all, operands, strict=True)
+    return [made.to(operand.dtype) for made, operand in pairs if made is not None and operand is not None]
 
 
 @cache
@@ -267,21 +333,12 @@ def define_scan() -> None:
     """`torch.ops.parsim.selective_scan`, and the gradients of its operands by another operator."""
     import torch
 
-    def backward(gradient: Tensor, operands: list[Tensor | None], softplus: bool) -> list[Tensor]:
-        present = [number for number, each in enumerate(operands) if each is not None]
-
-        def forward(*given: Tensor) -> Tensor:
-            filled: dict[int, Any] = dict(zip(present, given, strict=True))
-            return selective_scan(*map(filled.get, range(len(operands))), softplus)  # type: ignore[arg-type, call-arg]
-
-        return list(torch.func.vjp(forward, *(operands[number] for number in present))[1](gradient))
-
     library, operators = torch.library, torch.ops.parsim
     name = "parsim::selective_scan"
     library.custom_op(name, selective_scan, mutates_args=(), schema=f"({_OPERANDS}, bool softplus) -> Tensor")
     library.register_fake(name, lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
     schema = "(Tensor gradient, Tensor?[] operands, bool softplus) -> Tensor[]"
-    library.custom_op(f"{name}_backward", backward, mutates_args=(), schema=schema)
+    library.custom_op(f"{name}_backward", scan_gradients, mutates_args=(), schema=schema)
     library.register_fake(
         f"{name}_backward", lambda gradient, operands, _: [torch.empty_like(each) for each in operands if each is not None]
     )
@@ -322,7 +379,7 @@ def with_scan(kind: Any) -> Any:
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with patch.object(module, SCAN, scan):
+        with _replaced(module, SCAN, scan):
             return kind.forward(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -595,8 +652,6 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
     chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
     if getattr(config, "_experts_implementation", None) == NAME:
         chosen.append("experts as grouped products, whatever the routing")
-    if hasattr(sys.modules[type(module).__module__], SCAN):
-        chosen.append("its selective scan as one kernel, as mamba_ssm has it")
     takes_tokens = spec.inputs is None and any(entry.is_integer for entry in default_inputs(spec, module))
     if takes_tokens and spec.input_shape is None and SEQ not in dict(spec.args):
         chosen.append("length assumed (give seq)")
@@ -606,10 +661,14 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
     return "; ".join(chosen)
 
 
-def left_out(spec: ModelSpec) -> tuple[str, ...]:
+def left_out(spec: ModelSpec, module: nn.Module) -> tuple[str, ...]:
     """What a config asks for and a plan of its training does not follow, for the warnings of every answer."""
     path, document = Path(spec.name), read_config(spec)
     notes = []
+    if hasattr(sys.modules[type(module).__module__], SCAN):
+        notes.append(
+            "its selective scan is priced as the one kernel of mamba_ssm; token by token, as here, it takes far longer"
+        )
     if document.get("quantization_config"):
         notes.append("quantization_config is left out: weights are as training.precision says, and all of them train")
     if (dtype := str(document.get("dtype") or document.get("torch_dtype"))) in ("bfloat16", "float16"):
