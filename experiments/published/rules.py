@@ -193,6 +193,7 @@ WITHOUT: dict[str, Callable[[Rule], Rule]] = {
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
+    "tensor parallelism of NeMo 2023 alone": lambda rule: replace(rule, tensor_overlap=True),
     "sums beside weight gradients": lambda rule: replace(rule, tensor_backward_overlap=False),
     "layers spared by recipes": lambda rule: replace(rule, spares_layers=False),
     "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),

@@ -231,6 +231,7 @@ WORTH: dict[str, str] = {
     "sums beside weight gradients": r"^(korthikanti|megatron-(mfu2022|sc21|readme))",
     "layers spared by recipes": r"^nemo-bridge-(0(024|042|048|089|099|1(00|06|25|26|44|79|88|90))|"
     r"02(05|16|2[456]|4[35]|5[35]|6[135]|78))",
+    "tensor parallelism of NeMo 2023 alone": r"^nemo-launcher-00(0[789]|1[01]|34)",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
