@@ -232,7 +232,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
         axes = {"tp": split.tp, "pp": split.pp, "cp": split.cp, "ep": row.ep or 1}
         divided = ", ".join(f"{axis} {ways}" for axis, ways in axes.items() if ways > 1)
         rules = plausible_rules(row, shape, machine.gpu, split.gpus, divided=divided)
-        framework, plausible = replace(rules[place], context=framework.context), len(rules)
+        own = framework.adapters or rules[place].adapters
+        framework, plausible = replace(rules[place], context=framework.context, adapters=own), len(rules)
         notes.assumed.append(f"framework {framework.name}")
     if without:
         framework = WITHOUT[without](framework)

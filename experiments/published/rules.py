@@ -81,11 +81,13 @@ PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
 def rule_without_framework(row: Row) -> Rule:
     """The rule of a row before its framework is guessed.
 
-    Adapters have small states, which no axis divides. Who trains them in 8 bits cuts samples, as MLPerf's submissions do.
+    Adapters have small states, which no axis divides. Who trains them in 8 bits cuts samples and adapts attention alone, as
+    MLPerf's submissions do.
     """
     if not PART_TUNED.search(f"{row.model} {row.notes}"):
         return rule(UNKNOWN)
-    return rule(UNKNOWN, tp=1, context=LOW_BITS.search(row.precision) is not None)
+    low = LOW_BITS.search(row.precision) is not None
+    return rule(UNKNOWN, tp=1, context=low, adapters=MLPERF_ADAPTERS if low else {})
 
 
 NO_FRAMEWORK = Framework(name=UNKNOWN, source="what parsim assumes without [software]", sequence=True)

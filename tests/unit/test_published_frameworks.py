@@ -160,6 +160,13 @@ def test_who_states_no_split_divides_states_alone_while_a_node_holds_them(
     assert predict(row_of(row_with(**blank | {"model": model, "gpus": gpus, "global_batch": batch}))).why.startswith(expected)
 
 
+def test_who_trains_adapters_in_8_bits_adapts_attention_alone() -> None:
+    values = LLAMA | NAMELESS | {"model": "Llama2-70B LoRA", "gpus": "8", "global_batch": "8", "micro_batch": ""}
+    low, half = (question_of(row_of(row_with(**values | {"precision": text}))).assumed for text in ("fp8", "bf16"))
+    assert any(text.startswith("adapters: ") and "qkv" in text for text in low)
+    assert not any("qkv" in text for text in half)
+
+
 def test_a_named_framework_is_not_guessed() -> None:
     found = predict(row_of(row_with(id="nobody-1", notes="Megatron-LM")))
     assert found.why.startswith("megatron: ")
