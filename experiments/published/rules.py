@@ -282,7 +282,7 @@ def rule_of(row: Row) -> Rule:
         text = " ".join((row.notes, row.id, row.source, row.zero)).lower()
         name = next((name for pattern, name in WORDS if re.search(pattern, text)), UNKNOWN)
         if name == UNKNOWN:
-            return rule(UNKNOWN)
+            return rule_without_framework(row)
         found = rule(name, **usual_blanks(name))
     recipes = RECIPES if found.name == "nemo" and found.until else SELECTIVE_RUNS if found.until == 2022 else ()
     if recipe := next((recipe for model, recipe in recipes if re.search(model, row.model, re.I)), None):

@@ -162,9 +162,10 @@ def test_who_states_no_split_divides_states_alone_while_a_node_holds_them(
 
 def test_who_trains_adapters_in_8_bits_adapts_attention_alone() -> None:
     values = LLAMA | NAMELESS | {"model": "Llama2-70B LoRA", "gpus": "8", "global_batch": "8", "micro_batch": ""}
-    low, half = (question_of(row_of(row_with(**values | {"precision": text}))).assumed for text in ("fp8", "bf16"))
-    assert any(text.startswith("adapters: ") and "qkv" in text for text in low)
-    assert not any("qkv" in text for text in half)
+    low, half = (question_of(row_of(row_with(**values | {"precision": text}))) for text in ("fp8", "bf16"))
+    assert "adapters: lora with r = 16 on qkv+o" in low.assumed
+    assert "on all linear layers" in ", ".join(half.assumed)
+    assert (low.plan.mesh.tp, half.plan.mesh.tp) == (4, 1)
 
 
 def test_a_named_framework_is_not_guessed() -> None:
