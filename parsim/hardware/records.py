@@ -148,6 +148,7 @@ def load_record(
     if name not in names:
         near = near_matches(name, [*names, *aliases])
         near = near if "did you mean" in near else ""
+        describe += "; the machine that you use now is this-machine" if what == "GPU" else ""
         raise ProfileError(f"unknown {what} {name_or_path!r}{near}; known: {', '.join(names)}; or {describe}")
     return parse_record(record, shipped_text(*folder, name), name, what)
 
