@@ -24,7 +24,7 @@ from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import MANY_RANKS, SAMPLES, Evaluation, evaluate, simulated_step, with_interval
+from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.forecast import Forecast, Played
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.predict.problem import PlanningProblem
@@ -157,7 +157,8 @@ Engine = Literal["static", "dynamic"]
 def simulate_prediction(
     prediction: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
 ) -> Prediction:
-    """One step of a plan that is predicted already. Up to 64 ranks each is simulated; beyond, interchangeable ones once.
+    """One step of a plan that is predicted already. Up to 64 ranks and 500,000 tasks each rank is simulated; beyond,
+    interchangeable ones once.
 
     Args: engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine. whole_run:
         to the end of training, by the scenario's table [run].
@@ -167,7 +168,7 @@ def simulate_prediction(
     if engine != "static":
         problem, result = prediction.problem, prediction.result
         prediction = replace(prediction, evaluation=evaluate(problem, result.plan, engine=engine, reason=result.reason))
-    elif prediction.plan.world_size <= MANY_RANKS:
+    elif prediction.evaluation.lists_every_rank:
         prediction = with_every_rank(prediction)
     prediction = replace(prediction, engine=engine)
     return prediction if scenario is None else _play(prediction, scenario, whole_run)

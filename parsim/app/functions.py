@@ -163,7 +163,7 @@ def simulate(
         whole_run: simulate to the end of training, by the scenario's table [run].
 
     Returns:
-        The prediction, with every rank simulated up to 64 ranks; a plan that does not fit has `fits` False.
+        The prediction, with every rank simulated up to 64 ranks and 500,000 tasks; a plan that does not fit has `fits` False.
 
     Raises:
         ParsimError: as `plan`; ScenarioError for a scenario that contradicts the plan or the cluster.

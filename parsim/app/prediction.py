@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from parsim.app.config import Question
 from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
 from parsim.app.question import taken_defaults
@@ -18,7 +20,7 @@ from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
 from parsim.model.catalogue.names import KERNEL
 from parsim.plans.plan import Plan, plan_in_words
 from parsim.predict.breakdown import critical_path
-from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
+from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.explain import Explanation, explain_plan
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
@@ -179,14 +181,14 @@ class Prediction:
         return memory_frame(self.evaluation.memory)
 
     def timeline(self) -> pd.DataFrame:
-        """The predicted step, one row per task and resource it holds, by start. Plans beyond 64 ranks list those ranks alone
-        that stand for others.
+        """The predicted step, one row per task and resource it holds, by start. Plans beyond 64 ranks or 500,000 tasks
+        list those ranks alone that stand for others.
 
         Columns: task, kind, rank, stream, component, stage, replica, microbatch, bucket, value; start_s, end_s, duration_s in
         seconds from the start of the step.
         """
         shown = self.evaluation
-        if shown.folding.is_folded and self.plan.world_size <= MANY_RANKS:
+        if shown.folding.is_folded and shown.lists_every_rank:
             shown = evaluate(self.problem, self.plan, samples=0, fold=False)
         return timeline_frame(shown.graph, shown.timeline)
 
@@ -200,8 +202,9 @@ class Prediction:
 
     def critical_path(self) -> list[str]:
         """The tasks on the critical path of the step, in order, with their names in traces."""
-        graph = self.evaluation.graph
-        return [task_label(graph.tasks[index]) for index in critical_path(graph, self.evaluation.timeline)]
+        compiled = self.evaluation.compiled
+        numbers = np.array(critical_path(compiled, self.evaluation.timeline), dtype=np.int64)
+        return [task_label(task) for task in compiled.columns.select(numbers)]
 
     def explain(self) -> Explanation:
         """Where every millisecond of the step comes from: by category, by task, and term by term, summing to the step.

@@ -256,7 +256,7 @@ def simulate(
         breakdown_table(document["breakdown"]),
         memory_table(document["memory"]),
         *([] if played is None else scenario_tables(dict(played))),
-        f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}",
+        f"Critical path: {len(labels)} of {evaluation.compiled.size} tasks, from {', '.join(labels[:3])}",
         evaluation.alone_text(),
         *(line for figures in quoted if figures is not None for line in figures.lines()),
         *([problem.loading.text()] if isinstance(problem.loading, MeasuredLoading) else []),

@@ -104,8 +104,9 @@ SEED = 0
 DRAWS_AT_ONCE = 2**23
 """Durations of tasks that are drawn at once, 8 bytes each: what bounds the memory of an interval."""
 
-MANY_RANKS = 64
-"""Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise."""
+MANY_RANKS, MANY_TASKS = 64, 500_000
+"""Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise; and beyond so many tasks of
+all ranks, which take ten seconds to lower one by one."""
 
 RELAXED = "{} is not synchronous training: a step learns something else, and may learn less; parsim predicts its seconds"
 """What a step time does not say of a relaxed plan."""
@@ -152,6 +153,12 @@ class Evaluation(SimulatedStep):
     @property
     def graph(self) -> TaskGraph:
         return self.compiled.graph
+
+    @property
+    def lists_every_rank(self) -> bool:
+        """Whether the step is short enough to be simulated and shown rank by rank."""
+        ranks = self.result.plan.world_size
+        return ranks <= MANY_RANKS and self.compiled.size * ranks <= MANY_TASKS * len(self.folding.ranks)
 
     def alone_text(self) -> str:
         """How long the step of the timeline takes alone, beside the step time of the result."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from parsim.numeric import Bools, Ints
 from parsim.plans.mesh import Mesh
-from parsim.program.taskgraph import COMPUTE, Resource, TaskGraph
+from parsim.program.taskgraph import COMPUTE, Resource, Task, TaskGraph
 from parsim.work import OFFLOADED, LoadBatch, SendRecv, Work, is_communication
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Columns:
     """Attributes:
     resources: in numbered order. uses: per task the numbers of its resources. issued: per resource its tasks, in issue order.
     dependencies: per task. unit: int64 [n], the number of each task's work in `units`.
-    view: makes the TaskGraph, for people and for the executor.
+    select: makes some tasks, by their numbers. view: makes the TaskGraph. Both for people and for the executor.
     """
 
     world_size: int
@@ -126,6 +126,7 @@ class Columns:
     dependencies: RaggedTable
     unit: Ints
     units: Units
+    select: Callable[[Ints], Sequence[Task]]
     view: Callable[[], TaskGraph]
 
     @property
@@ -203,6 +204,7 @@ def columns_of(graph: TaskGraph) -> Columns:
         dependencies=RaggedTable.from_rows([task.dependencies for task in graph.tasks]),
         unit=np.array(unit, dtype=np.int64),
         units=Units.of(units),
+        select=lambda numbers: [graph.tasks[number] for number in numbers.tolist()],
         view=lambda: graph,
     )
 

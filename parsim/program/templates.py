@@ -14,7 +14,7 @@ group, on which the price depends, and their place in the queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
@@ -322,7 +322,8 @@ class _Expansion:
             dependencies=_table(self._edges, n),
             unit=self._unit,
             units=Units(tuple(self._kinds), np.concatenate([np.zeros(0, dtype=np.int64), *self._kind]), self._units),
-            view=view or (lambda: self._graph(made)),
+            select=lambda numbers: self._tasks(made, numbers),
+            view=view or (lambda: TaskGraph(tasks=tuple(made.select(np.arange(n))), world_size=made.world_size)),
         )
         return made
 
@@ -450,30 +451,40 @@ class _Expansion:
         moves = [places * self._step + step for step in self._steps]
         return [Unit(moved_work(work, move, name), rank + move) for move in moves for work, rank in entries]
 
-    def _graph(self, columns: Columns) -> TaskGraph:
-        origins: dict[int, Origin] = {}
-        for copies in self._copies:
-            for number, component in enumerate(copies.components):
-                made = [self._origin(origin, copies, component) for origin in copies.draft.origins()]
-                for (row, microbatch), start in np.ndenumerate(copies.starts[number]):
-                    for offset, origin in enumerate(made):
-                        number_in_step = None if origin.microbatch is None else microbatch
-                        origins[int(start) + offset] = replace(
-                            origin, replica=self._folding.replicas[row], microbatch=number_in_step
-                        )
-        for offset, origin in enumerate(self._end.origins()):
-            origins[self._count + offset] = origin
-        tasks = tuple(
+    def _tasks(self, columns: Columns, numbers: Ints) -> list[Task]:
+        return [
             Task(
-                index=index,
-                work=columns.units[columns.unit[index]].work,
-                resources=tuple(columns.resources[number] for number in columns.uses.row(index)),
-                dependencies=tuple(sorted(columns.dependencies.row(index).tolist())),
-                origin=origins[index],
+                index=number,
+                work=columns.units[columns.unit[number]].work,
+                resources=tuple(columns.resources[resource] for resource in columns.uses.row(number)),
+                dependencies=tuple(sorted(columns.dependencies.row(number).tolist())),
+                origin=origin,
             )
-            for index in range(columns.size)
-        )
-        return TaskGraph(tasks=tasks, world_size=columns.world_size)
+            for number, origin in zip(numbers.tolist(), self._origins(numbers), strict=True)
+        ]
+
+    def _origins(self, numbers: Ints) -> Iterator[Origin]:
+        """Of each task: that of its draft, in the copy that begins last before it."""
+        first = np.concatenate([*(copies.starts.ravel() for copies in self._copies), [self._count]])
+        lengths = [copies.starts.size for copies in self._copies]
+        of = np.repeat(np.arange(len(lengths) + 1), [*lengths, 1])
+        before = np.cumsum([0, *lengths])
+        order = np.argsort(first, kind="stable")
+        copy = order[np.searchsorted(first[order], numbers, side="right") - 1]
+        end = list(self._end.origins())
+        drafted: dict[tuple[int, int], list[Origin]] = {}
+        for index, offset, which in zip(copy.tolist(), (numbers - first[copy]).tolist(), of[copy].tolist(), strict=True):
+            if which == len(lengths):
+                yield end[offset]
+                continue
+            copies = self._copies[which]
+            place, row, microbatch = np.unravel_index(index - before[which], copies.starts.shape)
+            key = (which, int(place))
+            if key not in drafted:
+                drafted[key] = [self._origin(origin, copies, copies.components[place]) for origin in copies.draft.origins()]
+            origin = drafted[key][offset]
+            number_in_step = None if origin.microbatch is None else int(microbatch)
+            yield replace(origin, replica=self._folding.replicas[row], microbatch=number_in_step)
 
     def _origin(self, origin: Origin, copies: _Copies, component: int) -> Origin:
         """The origin in a copy, whose component, values and place on the pp axis have other names."""

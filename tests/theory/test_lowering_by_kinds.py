@@ -146,6 +146,9 @@ def test_the_program_is_that_of_the_passes_task_by_task(kind: str, draw: st.Data
     graph = lower(layout.plan, layout.model, layout)
     found, every = lower_columns(layout.plan, layout.model, layout, unfolded(layout.plan.mesh)), columns_of(graph)
     assert tasks_of(found) == tasks_of(every)
+    numbers = np.arange(found.size)[:: draw.draw(st.integers(1, 7))]
+    for task, whole in zip(found.select(numbers), every.select(numbers), strict=True):
+        assert (task.work, task.origin, set(task.resources)) == (whole.work, whole.origin, set(whole.resources))
     for number, resource in enumerate(found.resources):
         assert tuple(found.issued.row(number).tolist()) == graph.issue_order[resource]
     works = sorted({unit.work for unit in every.units}, key=repr)
