@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from operator import add
 from typing import NamedTuple, TypeVar, cast
 
@@ -30,7 +30,6 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import least_exposed
-from parsim.program.buckets import Bucket
 from parsim.program.passes.compute import computations
 from parsim.program.passes.convert import is_scattered
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
@@ -319,10 +318,14 @@ class PlaceWork:
 
     Attributes:
         busy_s: of all microbatches on its slowest rank.
+        done_s: until its last block can have ended, after the beginning of the step at place 0.
+        after_s: from its last block to the end of the last block of place 0; None if no gradient goes there.
         remaining_s: by component, what its place computes after the last backward of the component.
     """
 
     busy_s: float
+    done_s: float
+    after_s: float | None
     remaining_s: Mapping[str, float]
 
 
@@ -386,13 +389,26 @@ class _Computation:
         return any(self.layout.is_halved(name) for name in self.plan.components)
 
     def places(self) -> tuple[PlaceWork, ...]:
+        (before, turned), after = self._begins_s(), self._after_s()
         works = []
         for place in range(self.plan.mesh.pp):
             chunks = self.plan.place_stages(place)
             blocks = (self._blocks(chunks, rank) for rank in self._unlike_ranks(place))
             seconds, within = max(blocks, key=lambda block: sum(map(sum, block[0].values())))
+            reached = [later for chunk in chunks if (later := after[chunk]) is not None]
             busy_s = self.plan.microbatches * sum(map(sum, seconds.values()))
-            works.append(PlaceWork(busy_s=busy_s, remaining_s=self._remaining_s(place, seconds, within)))
+            back_s = self.plan.microbatches * sum(backward for _, backward in seconds.values())
+            back_s -= max(map(self._ahead_s, chunks))
+            works.append(
+                PlaceWork(
+                    busy_s=busy_s,
+                    done_s=max(
+                        min(before[chunk] for chunk in chunks) + busy_s, min(turned[chunk] for chunk in chunks) + back_s
+                    ),
+                    after_s=min(reached) if len(reached) == len(chunks) else None,
+                    remaining_s=self._remaining_s(place, seconds, within),
+                )
+            )
         return tuple(works)
 
     def _unlike_ranks(self, place: int) -> Sequence[int]:
@@ -420,6 +436,13 @@ class _Computation:
         part = BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
         component, placement = self.problem.model.component(name), self.layout.placement[name]
         return self.prices.compute_on_s(component, placement, phase, rank, part)
+
+    def _least_s(self, name: str, phase: Phase) -> float:
+        """On the fastest kind of device of its stage."""
+        ranks = self._unlike_ranks(self.layout.stage_of[name])
+        if self._placed_alone:
+            ranks = [rank for rank in ranks if self.layout.runs_on(rank, name)]
+        return min(self._compute_s(name, phase, rank) for rank in ranks)
 
     def _blocks(self, chunks: Sequence[int], rank: int) -> tuple[dict[int, tuple[float, float]], dict[str, float]]:
         """By chunk the forward and backward of one microbatch on a rank; by component what of the backward follows its own."""
@@ -518,6 +541,42 @@ class _Computation:
 
         return max(range(min(self.plan.mesh.copies, SOME_REPLICAS)), key=passing_s)
 
+    def _begins_s(self) -> tuple[list[float], list[float]]:
+        """Per stage of the plan when its first forward and its first backward can begin, after the beginning of the step at
+        place 0: as one microbatch alone would find every place free."""
+        count = len(self.plan.stages)
+        if self.plan.mesh.pp == 1 or self._placed_alone:
+            return [0.0] * count, [0.0] * count
+        clocks, begins = [0.0] * count, [0.0] * count
+        ends: dict[str, float] = {}
+        for chunk, stage in enumerate(self.plan.stages):
+            for number, name in enumerate(stage.components):
+                ready = clocks[chunk]
+                for input_name in self.problem.model.component(name).inputs:
+                    value = self.problem.model.value[input_name]
+                    if value.producer is not None:
+                        ready = max(ready, ends[value.producer] + self._coming_s(value, name))
+                if not number:
+                    begins[chunk] = ready
+                clocks[chunk] = ends[name] = ready + self._least_s(name, Phase.FORWARD)
+        return begins, self._turns_s(clocks)
+
+    def _turns_s(self, forwards: Sequence[float]) -> list[float]:
+        """Per stage when its first backward can begin, given when the forward of one microbatch ends there."""
+        clocks, begins = list(forwards), list(forwards)
+        ends: dict[str, float] = {}
+        for chunk in range(len(self.plan.stages) - 1, -1, -1):
+            names = [name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable]
+            for number, name in enumerate(names):
+                ready = clocks[chunk]
+                for _, value, reading, first in self._gradient_readings(name):
+                    if first in ends:
+                        ready = max(ready, ends[first] + self._going_s(value, reading.stage, reading.ends.gradient))
+                if not number:
+                    begins[chunk] = ready
+                clocks[chunk] = ends[name] = ready + (0.0 if self._halved else self._least_s(name, Phase.BACKWARD))
+        return begins
+
     def _going_s(self, value: Value, stage: int, moved: ValueLayout) -> float:
         assert value.producer is not None
         home = self.layout.stage_of[value.producer]
@@ -527,6 +586,38 @@ class _Computation:
         assert value.producer is not None
         home, stage = self.layout.stage_of[value.producer], self.layout.stage_of[name]
         return 0.0 if home == stage else self._transfer_s(value, home, stage, self.layout.reads_in(name, value.name).value)
+
+    def _after_s(self) -> list[float | None]:
+        """Per stage of the plan from the end of its last block to the end of a block at place 0 that waits for it."""
+        after: list[float | None] = [0.0 if place == 0 else None for place in self.plan.stage_places]
+        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved:
+            return after  # the last task of a place may be the half that nobody waits for
+        rest: dict[str, float] = {}
+        for chunk, stage in enumerate(self.plan.stages):
+            names = [name for name in stage.components if name in self.layout.differentiable]
+            total = 0.0
+            for name in names:
+                total += self._least_s(name, Phase.BACKWARD)
+                rest[name] = total
+            if names and (going := self._returning_s(chunk, names[0], rest, after)) is not None:
+                after[chunk] = max(going, after[chunk] or 0.0)
+        return after
+
+    def _returning_s(self, chunk: int, first: str, rest: Mapping[str, float], after: Sequence[float | None]) -> float | None:
+        """From the backward of a stage's first component by way of its inputs to place 0, the longest way."""
+        longest = None
+        for value in self._values_read(first):
+            if value.producer is None or not value.differentiable or value.producer not in rest:
+                continue
+            home = self.layout.chunk_of[value.producer]
+            onwards = after[home]
+            reading = next(entry for entry in self.layout.readings[value.name] if first in entry.components)
+            leading = next((name for name in reading.components if name in self.layout.differentiable), None)
+            if home == chunk or onwards is None or leading != first:
+                continue
+            moving = self._going_s(value, self.plan.stage_places[chunk], reading.ends.gradient)
+            longest = max(longest or 0.0, moving + rest[value.producer] + onwards)
+        return longest
 
     def order_s(self) -> float:
         """The end of the last block of place 0; 0 where conversions beside the blocks, or too many blocks, hide the order."""
@@ -587,19 +678,57 @@ class _Computation:
             later += forward if action.phase is Phase.FORWARD else backward
         return {name: behind[self.layout.chunk_of[name]] + after for name, after in within.items()}
 
-    def gathered_s(self, place: int, rank: int) -> float:
-        """ZeRO 3: seconds of all gathers of one microbatch on the first rank of a place, but those of what is whole from the
-        block before."""
-        total = 0.0
-        for chunk, phase in product(self.plan.place_stages(place), (Phase.FORWARD, Phase.BACKWARD)):
-            needed: Mapping[int, Bucket] | None = None
-            for _, name in computations(self.layout, chunk, phase):
-                buckets = {bucket.number: bucket for bucket in self.layout.unsharded_buckets(name) if rank in bucket.group}
-                if buckets and self.layout.runs_on(rank, name):
-                    entering = [] if needed is None else [buckets[number] for number in buckets.keys() - needed.keys()]
-                    total += sum(self._work_s(gathering_work(bucket), rank) for bucket in entering)
-                    needed = buckets
-        return total
+    # ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
+    #
+    # A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the
+    # previous one on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous
+    # one on. So lots that compute little leave the gathers of the next ones uncovered.
+    #
+    # Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which
+    # share the stream.
+
+    def gathered_s(self, place: int, rank: int) -> tuple[float, float]:
+        """Seconds of all gathers of one microbatch on the first rank of a place, and of computation that waits for them.
+
+        Returns:
+            Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
+        """
+        total = waiting = 0.0
+        for chunk in self.plan.place_stages(place):
+            for phase in (Phase.FORWARD, Phase.BACKWARD):
+                block = [entry for entry in computations(self.layout, chunk, phase) if self.layout.runs_on(rank, entry[1])]
+                ends: list[float] = []
+                ahead = phase is Phase.FORWARD or self.plan.backward_prefetch
+                for number, (gathering, between, computing) in enumerate(self._lots(rank, block)):
+                    total += gathering
+                    ready = (ends[-1] if ends else 0.0) + between
+                    if number >= 2:
+                        ready = max(ready, (ends[-2] if ahead else ends[-1]) + gathering)
+                    ends.append(ready + computing)
+                waiting += ends[-1] if ends and not self._halved else 0.0
+        return total, waiting
+
+    def _lots(self, rank: int, block: Sequence[tuple[Phase, str]]) -> list[tuple[float, float, float]]:
+        """By lot of a block the seconds of the gathers that it begins with (none of the first), of computation before it that
+        needs no parameters, and of its own."""
+        lots: list[tuple[float, float, float]] = []
+        needed: dict[int, None] | None = None
+        between = 0.0
+        for phase, name in block:
+            buckets = {bucket.number: bucket for bucket in self.layout.unsharded_buckets(name) if rank in bucket.group}
+            computing = self._compute_s(name, phase, rank)
+            if not buckets:
+                between += computing
+                continue
+            if needed is None or needed.keys() != buckets.keys():
+                entering = [bucket for number, bucket in buckets.items() if needed is not None and number not in needed]
+                gathering = sum(self._work_s(gathering_work(bucket), rank) for bucket in entering)
+                lots.append((gathering, between, computing))
+            else:
+                gathering, before, others = lots[-1]
+                lots[-1] = (gathering, before, others + between + computing)
+            needed, between = dict.fromkeys(buckets), 0.0
+        return lots
 
 
 # Lower bounds of a plan's step: what the simulation of the plan cannot go below, without lowering or simulating it.
@@ -608,9 +737,12 @@ class _Computation:
 # F and B the computation of one microbatch on a place of the pp axis (a block), conversions between its components included:
 #
 #     own       M * (F + B), then every bucket whose gradients are complete k seconds before the end, then the optimizer
+#     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the
+#               last backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of
+#               place 0; nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
 #     order     the last block of place 0 by the order of all blocks, then its last buckets
 #     sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups are not
-#               on it)
+#               on it); with ZeRO 3 also what waits for parameters that are gathered late
 #
 # The bound is the largest of these over the places. All prices are those of the simulation.
 #
@@ -629,8 +761,13 @@ def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     """
     layout, places = problem.layout(plan), computation_of(problem, plan)
     ends = [_place_ends_s(problem, layout, place, work) for place, work in enumerate(places)]
-    in_order_s = order_s(problem, plan, anew=False)
-    return whole_step_s(problem, plan, max(*(end for end, _ in ends), in_order_s + ends[0][1]))
+    last_round_s = max(0.0, order_s(problem, plan, anew=False), *_rounds_s(places))
+    return whole_step_s(problem, plan, max(*(end for end, _ in ends), last_round_s + ends[0][1]))
+
+
+def _rounds_s(places: Sequence[PlaceWork]) -> list[float]:
+    """When the last block of place 0 can have ended, by what each place waits for and makes it wait for."""
+    return [work.done_s + work.after_s for work in places if work.after_s is not None]
 
 
 def whole_step_s(problem: PlanningProblem, plan: Plan, bound_s: float) -> float:
@@ -650,7 +787,7 @@ def lowered_s(problem: PlanningProblem, mesh: Mesh, bound_s: Seconds) -> Seconds
 def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     """A bound for all ZeRO stages and bucket sizes at once: computation, conversions and transfers alone."""
     places = computation_of(problem, plan)
-    return whole_step_s(problem, plan, max(work.busy_s for work in places))
+    return whole_step_s(problem, plan, max(*(work.busy_s for work in places), *_rounds_s(places), 0.0))
 
 
 def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
@@ -686,9 +823,9 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
 
     sending, gathering, done, buckets = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):
-        over_groups = replica_sum_work(layout, bucket, rank)
+        across = replica_sum_work(layout, bucket, rank)
         several = len(bucket.group) > 1
-        if not several and over_groups is None:
+        if not several and across is None:
             continue
         summed = seconds(bucket_work(layout, bucket)) if several else 0.0
         stage = layout.zero_stage_of(bucket)
@@ -697,17 +834,17 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
             gathering += seconds(gathering_work(bucket))
         later = [work.remaining_s[name] for name in layout.completes(bucket.family, place) if name in work.remaining_s]
         remaining = min(later, default=work.busy_s)  # of tied parameters at any of their places
-        buckets.append((remaining, summed, 0.0 if over_groups is None else seconds(over_groups)))
+        buckets.append((remaining, summed, 0.0 if across is None else seconds(across)))
     if layout.plan.zero_stage >= 3:
-        sending += layout.plan.microbatches * _Computation(problem, layout).gathered_s(place, rank)
-    # sums within sharding groups follow one another, as sums over all groups do, each behind the first sum of its bucket
-    sums_s, least_s, following = np.zeros(2), np.full(2, np.inf), 0.0
-    for remaining, *both_s in sorted(buckets):
-        sums_s, least_s = sums_s + both_s, np.minimum(least_s, both_s)
-        end_s = float((sums_s + least_s[::-1]).max())
-        done = max(done, work.busy_s - remaining + end_s)
+        gathered, waiting = _Computation(problem, layout).gathered_s(place, rank)
+        sending += layout.plan.microbatches * gathered
+        done = max(done, layout.plan.microbatches * waiting)
+    sums, following = _Sums(), 0.0
+    for remaining, summed, across_s in sorted(buckets):
+        sums.add(summed, across_s)
+        done = max(done, work.busy_s - remaining + sums.end_s)
         if remaining <= 0.0:
-            following = end_s
+            following = sums.end_s
     steps: list[Work] = list(updates_of(layout, rank))
     if layout.plan.optimizer_offload:
         steps = [HostUpdate(elements=step.elements, optimizer=step.optimizer) for step in updates_of(layout, rank)]
@@ -715,6 +852,29 @@ def _place_ends_s(problem: PlanningProblem, layout: PlanIndex, place: int, work:
     # a host's update goes bucket by bucket, and buckets are gathered beside later ones
     after_s = max(update_s, gathering) if layout.plan.optimizer_offload else update_s + gathering
     return max(done + after_s, sending + gathering), following + after_s
+
+
+@dataclass
+class _Sums:
+    """What passes at least until the sums of buckets that are complete at one moment or later have ended.
+
+    Sums of a sharding group run one after the other. Sums over all groups do too, each behind the first sum of its bucket.
+    """
+
+    summed_s: float = 0.0
+    across_s: float = 0.0
+    least_summed_s: float = float("inf")
+    least_across_s: float = float("inf")
+
+    def add(self, summed_s: float, across_s: float) -> None:
+        self.summed_s += summed_s
+        self.across_s += across_s
+        self.least_summed_s = min(self.least_summed_s, summed_s)
+        self.least_across_s = min(self.least_across_s, across_s)
+
+    @property
+    def end_s(self) -> float:
+        return max(self.summed_s + self.least_across_s, self.least_summed_s + self.across_s)
 
 
 # A lower bound of the step on so many devices, whatever the mesh: all computation of the batch, divided evenly.
@@ -729,6 +889,12 @@ def device_bound_s(problem: PlanningProblem, devices: int) -> float:
     if key not in known:
         known[key] = _batch_s(problem, devices)
     return float(known[key]) / devices * least_noise(problem, devices) * ROUNDING
+
+
+def prices_are_alike(problem: PlanningProblem) -> bool:
+    """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
+    noise = problem.cluster.profile.noise
+    return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
 
 
 def _batch_s(problem: PlanningProblem, devices: int) -> float:

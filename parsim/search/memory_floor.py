@@ -11,8 +11,9 @@ above the bound may still not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import mul
 from typing import NamedTuple, cast
 
@@ -29,9 +30,10 @@ from parsim.plans.plan import BY_OPERATOR, NONE, ZERO_STAGES, Plan, Recompute
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
 from parsim.records import once
-from parsim.search.bound import ROUNDING
+from parsim.search.bound import ROUNDING, computation_of, prices_of, whole_step_s
 from parsim.search.prices import narrowed
 from parsim.search.stages import Segments, segments_of
+from parsim.work import Phase
 
 # Which components to recompute so that a rank keeps least between forward and backward, and what each keeps then.
 #
@@ -532,7 +534,11 @@ def _kinds(
     ]
 
 
-# What a plan holds at least, known without working out its memory.
+# What a plan holds at least, and what it must recompute at least to fit: known without working out its memory.
+#
+# A place that holds too much must free it: a recomputed component frees at most what it saves, of every microbatch that is
+# held.
+# The least seconds for that are those of a knapsack whose items may be divided.
 
 
 MOST_FORWARDS = 256
@@ -561,10 +567,94 @@ class PlanFloor:
         held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
         return max(over, float(held.max()))
 
+    def may_fit_with(self, stage: int, whole: Set[str], some: Set[str]) -> bool:
+        """Whether a place may fit where just these components are recomputed; false only where none of the plans does.
+
+        What they save is freed until their own backward. In that, what runs whole is whole again, beside what earlier
+        components save.
+
+        Args:
+            whole, some: components whose forward runs again, or some operators of it; not as segments.
+        """
+        names, saved = [component.name for component in self.problem.model.components], self.floor.saved.tolist()
+
+        def frees(place: HeldRuns) -> float:
+            alive = np.max(np.array(place.moments), axis=0).tolist()
+            return sum(
+                float(count * saved[number])
+                for (first, last), count in zip(place.runs, alive, strict=True)
+                for number in range(first, last)
+                if names[number] in whole or names[number] in some
+            )
+
+        def holds_again(place: HeldRuns, room: float) -> bool:
+            """Whether each component may be whole in its backward."""
+            weights = self.floor.weights.of(stage)
+            left = room / ROUNDING - sum(float(weights[first:last].sum()) for first, last in place.runs)
+            for first, last in place.runs:
+                earlier = 0.0
+                for number in range(first, last):
+                    if names[number] not in some and earlier + saved[number] > left:
+                        return False
+                    if names[number] not in whole and names[number] not in some:
+                        earlier += saved[number]
+            return True
+
+        # components on single ranks run beside one another: of these it is not known what they hold again
+        alone = any(placement.kind == "place" for part in self.plan.stages for placement in part.placements)
+        over = self.floor.of_places(stage, self.places, recomputing=False).tolist()
+        return all(
+            excess <= 0 or (frees(place) >= excess * ROUNDING and (alone or holds_again(place, room)))
+            for place, excess, room in zip(self.places, over, self.floor.rooms.tolist(), strict=True)
+        )
+
     def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
         """By how much the plan does not fit at least, whatever the cut into stages."""
         pipeline = ((self.plan.pipeline_order, self.plan.chunks),)
         return self.floor.missing_bytes(stage, pipeline, self.plan.microbatches, recomputing=recomputing)
+
+    def recomputing_bound_s(self, stage: int) -> float:
+        """Seconds that no step goes below which recomputes as much as the plan must at a ZeRO stage."""
+        problem, plan = self.problem, self.plan
+        over = self.floor.of_places(stage, self.places, recomputing=False)
+        bound = 0.0
+        for work, place, excess in zip(computation_of(problem, plan), self.places, over.tolist(), strict=True):
+            again = self._freeing_s(place, excess)
+            bound = max(bound, work.busy_s + plan.microbatches * again)
+            if work.after_s is not None:  # the first second forward may run before the first gradient has come
+                bound = max(bound, work.done_s + work.after_s + (plan.microbatches - 1) * again)
+        return whole_step_s(problem, plan, bound)
+
+    def _freeing_s(self, place: HeldRuns, excess: float) -> float:
+        """The least seconds per microbatch of forwards that free so much."""
+        if excess <= 0:
+            return 0.0
+        alive = np.max(np.array(place.moments), axis=0)
+        frees = np.concatenate(
+            [count * self.floor.saved[first:last] for (first, last), count in zip(place.runs, alive, strict=True)]
+        )
+        seconds = np.concatenate([self._forward_s[first:last] for first, last in place.runs])
+        useful = frees > 0
+        frees, seconds = frees[useful], seconds[useful]
+        best = np.argsort(seconds / frees)
+        freed = np.cumsum(frees[best])
+        whole = int(np.searchsorted(freed, excess))
+        if whole >= len(freed):
+            return float(seconds.sum())
+        before = float(freed[whole - 1]) if whole else 0.0
+        return float(seconds[best][:whole].sum() + seconds[best][whole] * (excess - before) / frees[best][whole])
+
+    @cached_property
+    def _forward_s(self) -> Floats:
+        """By component, of one microbatch on the fastest device."""
+        prices = prices_of(self.problem, self.plan)
+        placed = dict(pair for stage in self.plan.stages for pair in stage.placed())
+        return np.array(
+            [
+                prices.compute_s(component, placed.get(component.name, BATCH), Phase.FORWARD, fastest=True)
+                for component in self.problem.model.components
+            ]
+        )
 
 
 def plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:

@@ -42,6 +42,7 @@ from parsim.search.space import (
     every_cut,
     is_small,
     orders,
+    zero_stages,
 )
 from parsim.search.stages import Cutting, is_long, place_excess_bytes, segments_of
 
@@ -142,7 +143,13 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
 
     The least bound first, and one by one: memory takes longer to work out than a bound, and most sets are too slow.
     """
-    tried = sorted(((step_bound_s(problem, each), each) for each in every_set(problem, plan)), key=itemgetter(0))
+    floor = plan_floor(problem, plan)
+    possible = (
+        each
+        for each in every_set(problem, plan)
+        if floor is None or floor.may_fit_with(plan.zero_stage, each.recomputed, each.recomputed_by_operator)
+    )
+    tried = sorted(((step_bound_s(problem, each), each) for each in possible), key=itemgetter(0))
     fitting: list[Plan] = []
 
     def from_on(number: int) -> list[Node]:
@@ -178,6 +185,20 @@ def may_fit(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> bo
     return _other_stages_may_fit(problem, plan, cutting)
 
 
+def missing_of_cut(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
+    """By how much no plan with these stages and any ZeRO stage fits, nor with those that are cut instead, and the one that
+    needs least; where one might fit, 0 and the plan as it is."""
+    least, closest = float("inf"), plan
+    for stage in zero_stages(problem, problem.layout(plan)):
+        staged = replace(plan, zero_stage=stage)
+        over = floor_excess_bytes(problem, staged, recomputing=plan.recomputes)
+        if not over or may_fit(problem, staged, cutting):
+            return 0.0, plan
+        if over < least:
+            least, closest = over, staged
+    return least, closest
+
+
 def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:
     """Parts that stand for a plan that does not fit."""
     bound_s = step_bound_s(problem, plan)
@@ -193,16 +214,18 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
     recomputed, segmented = _recomputed_may_fit(problem, plan), _segmented_may_fit(problem, plan)
     if not (recomputed or segmented) or not may_fit_recomputing(problem, plan):
         return
+    floor = plan_floor(problem, plan)
+    least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
     if recomputed:
         covered = tries_all_of(problem, plan)
-        tried = Node(bound_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), instead_of_one=True)
+        tried = Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), instead_of_one=True)
         yield replace(tried, covered=covered)
         if are_few(problem, plan):
-            yield Node(bound_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
+            yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
     if segmented:
         opened = partial(_segmented, problem, plan, cutting)
-        yield Node(bound_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
+        yield Node(least_s, not recomputed, lambda: of(opened(), fits=True), instead_of_one=True)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:

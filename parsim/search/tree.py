@@ -40,12 +40,13 @@ from parsim.search.bound import (
     device_bound_s,
     lowered_s,
     order_bound_s,
+    prices_are_alike,
     step_bound_s,
 )
 from parsim.search.estimate import estimated_s, least_missing_bytes, least_seconds
 from parsim.search.memory_floor import floor_excess_bytes, weights_are_too_many
 from parsim.search.placement.problem import is_chain
-from parsim.search.refine import every_choice, instead_of, may_fit, other_cuts
+from parsim.search.refine import every_choice, instead_of, may_fit, missing_of_cut, other_cuts
 from parsim.search.space import (
     BOUNDED,
     CUT,
@@ -583,6 +584,15 @@ class Members:
             every = sum(size for _, size in parts)
             return [Node(0.0, every, partial(opened, self, parts[0][0], {}), missing_bytes=lambda: never)]
 
+        def rest(number: int) -> list[Node]:
+            if number == len(parts):
+                return []
+            left = sum(size for _, size in parts[number:])
+            bound_s = device_bound_s(self.problem, devices[number])
+            return [Node(bound_s, left, lambda: [*opened(self, parts[number][0], {}), *rest(number + 1)])]
+
+        if prices_are_alike(self.problem):
+            return rest(0)
         return [Node(device_bound_s(self.problem, some[0].size), size, partial(opened, self, some, {})) for some, size in parts]
 
     def divides(self, mesh: Mesh) -> bool:
@@ -696,20 +706,23 @@ class Members:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
-        """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan."""
+        """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan, of its memory."""
         size = self._ways(cutting.mesh)
 
         def placed() -> list[Node]:
             plan = self._fastest(cutting, bounds)
             bound_s = computation_bound_s(self.problem, plan)
             other_stages = cutting if bounds is None else None
-            return [Node(bound_s, size, lambda: self._of_ways_of(plan, other_stages, bound_s), visits=0)]
+            return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, other_stages, bound_s), visits=0)]
 
         return [Node(lowered_s(self.problem, cutting.mesh, cutting.least_s(bounds)), size, placed, visits=0)]
 
-    def _of_ways_of(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
-        """The ZeRO stages and bucket sizes of one cut."""
+    def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
+        """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
         size = self._ways(plan.mesh)
+        missing, closest = missing_of_cut(self.problem, plan, cutting)
+        if missing:
+            return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
         first = self._sizes if is_small(self.problem) else self._sizes[:1]
 
         def of_sizes(sizes: Sequence[int], least_s: float) -> list[Node]:

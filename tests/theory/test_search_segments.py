@@ -20,7 +20,7 @@ from parsim.program.lifetimes import KeptActivations
 from parsim.search.bound import step_bound_s
 from parsim.search.by_hand import recompute_by_pattern
 from parsim.search.families import FAMILIES
-from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept
+from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
 from parsim.search.recompute import every_set, recomputed_to_fit, recomputes_more, segmented_to_fit
 from parsim.search.refine import sets_that_fit
 from parsim.search.search import search
@@ -172,6 +172,10 @@ def test_bounds_and_floors_hold_for_segments(mesh: Mesh, zero_stage: int) -> Non
         assert step_bound_s(problem, plan) <= simulated_step(problem, plan).step_s
         tight = asked("sublayer", 2, held_bytes(problem, plan) + 1)
         assert floor_excess_bytes(tight, plain, recomputing=True, segments=True) == 0
+        if any(place_excess_bytes(tight, plain)):
+            floor = plan_floor(tight, plain)
+            assert floor is not None
+            assert floor.recomputing_bound_s(zero_stage) <= simulated_step(tight, plan).step_s
 
 
 def test_as_few_layers_are_segments_as_make_a_plan_fit() -> None:
