@@ -28,6 +28,7 @@ from parsim.formats.recipe import (
     cut_in_layers,
     flat_table,
     layers_of_stages,
+    opened,
     plain_value,
     read_back,
     take_adapters,
@@ -910,7 +911,7 @@ def _read_overrides(source: SourceFile, keys: Mapping[str, Any]) -> Recipe:
     name = next(iter(options_of(source.text).get("config-name", [])), "")
     file = source.path.with_name(f"{name.removesuffix('.yaml')}.yaml")
     if name and file.is_file():
-        return read_yaml(flat_table(yaml_table(SourceFile(file, file.read_bytes()))) | dict(keys))
+        return read_yaml(flat_table(yaml_table(opened(file))) | dict(keys))
     recipe = read_yaml(keys)
     if name:
         recipe.model, recipe.args = "", {key: value for key, value in recipe.args.items() if key in OWN or key == "seq"}

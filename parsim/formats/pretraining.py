@@ -1,10 +1,10 @@
 """Tools that pretrain, read: MaxText and Primus, Levanter, nanotron, nanoGPT, llm-foundry and OLMo, and programs for images.
 
 Key names are those of TrainerConfig and LlamaConfig (stanford-crfm/levanter), src/MaxText/configs/base.yml
-(AI-Hypercomputer/maxtext), AMD-AGI/Primus, src/nanotron/config (huggingface/nanotron), train.py, model.py (karpathy/nanoGPT),
-TrainConfig and MPTConfig (mosaicml/llm-foundry), OLMo's older trainer (allenai/OLMo, olmo/config.py),
-references/classification/train.py (pytorch/vision), train.py (huggingface/pytorch-image-models) and imagenet/main.py
-(pytorch/examples).
+(AI-Hypercomputer/maxtext), AMD-AGI/Primus, and src/nanotron/config (huggingface/nanotron). Further ones are those of train.py
+and model.py (karpathy/nanoGPT), TrainConfig and MPTConfig (mosaicml/llm-foundry), and OLMo's older trainer (allenai/OLMo,
+olmo/config.py). Programs for images are references/classification/train.py (pytorch/vision), train.py
+(huggingface/pytorch-image-models) and imagenet/main.py (pytorch/examples).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.files import read_text
 from parsim.formats.megatron import read_yaml
 from parsim.formats.recipe import (
-    LARGEST_BYTES,
     SCRIPTS,
     VARIABLE,
     YAML,
     FileKeys,
     Recipe,
     file_named,
+    opened,
     plain_value,
     whole_number,
     yaml_table,
@@ -203,7 +202,7 @@ def _assigned(source: SourceFile) -> dict[str, Any]:
     if file is None:
         raise ConfigError(f"{NANOGPT}: the configuration {name} that the script names is not beside it; give that file itself")
     given = {key.replace("-", "_"): plain_value(words[0]) for key, words in options_of(source.text).items() if words}
-    return _assigned(SourceFile(file, read_text(file, LARGEST_BYTES).encode())) | given
+    return _assigned(opened(file)) | given
 
 
 def is_nanogpt(source: SourceFile) -> bool:
@@ -552,7 +551,7 @@ def _read_maxtext_script(source: SourceFile) -> Recipe:
     keys, words = overrides_of(source.text), words_of(source.text)
     name = next((word for word in words if word.endswith(YAML) and Path(word).stem != "base"), "")
     if (file := file_named(name, source.path)) is not None:
-        return read_maxtext(yaml_table(SourceFile(file, file.read_bytes())) | keys)
+        return read_maxtext(yaml_table(opened(file)) | keys)
     if not name or "per_device_batch_size" in keys:
         return read_maxtext(keys)
     recipe = read_maxtext(keys, "" if "model_name" in keys else Path(name).stem)

@@ -307,6 +307,11 @@ class FileKeys:
         except ValueError as error:
             raise ConfigError(f"{self.framework}: {keys[0]} = {text!r} must be a number") from error
 
+    def divides(self, key: str, value: Any) -> bool:
+        """Whether a key that is not read counts ranks of an axis, more than one."""
+        count = str(value).lstrip("0")
+        return bool(DEGREE.search(key.lower().replace("-", "_"))) and count.isdecimal() and count != "1"
+
     def sort(self, recipe: Recipe, *, left_out: Mapping[str, str], ignored: re.Pattern[str]) -> None:
         """Say in the recipe what became of every key.
 
@@ -323,7 +328,7 @@ class FileKeys:
                 recipe.left_out[name] = left_out[key]
             elif key in left_out or ignored.match(key):
                 recipe.ignored.append(name)
-            elif DEGREE.search(key.lower().replace("-", "_")) and type(value) is int and value > 1:
+            elif self.divides(key, value):
                 raise ConfigError(
                     f"{self.framework}: {name} = {value!r} is a degree of parallelism that parsim does not know; set it to 1"
                 )
@@ -398,6 +403,11 @@ def file_named(name: str, path: Path) -> Path | None:
         return None
     places = [Path(name), *(folder / name for folder in path.parents), path.parent / Path(name).name]
     return next((place for place in places if place.is_file()), None)
+
+
+def opened(path: Path) -> SourceFile:
+    """A file of settings, for its reader. Raises OSError, ValueError: it cannot be read, or is larger than LARGEST_BYTES."""
+    return SourceFile(path, read_text(path, LARGEST_BYTES).encode())
 
 
 LARGEST_COUNT = 10**12
@@ -503,7 +513,7 @@ def read_recipe(path: Path) -> Recipe:
         YAML file without PyYAML.
     """
     try:
-        source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+        source = opened(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
     row = next((row for _, row in _recipe_formats() if row.sniff(source)), None)
@@ -550,7 +560,7 @@ def _recipe_formats() -> list[tuple[str, FileFormat]]:
 
 def format_name(path: Path) -> str:
     """The name of the format of such a file; "": it is of none."""
-    source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+    source = opened(path)
     return next((name for name, row in _recipe_formats() if row.sniff(source)), "")
 
 

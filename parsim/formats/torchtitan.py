@@ -104,6 +104,12 @@ LEFT_OUT = {
 }
 
 
+class _Tables(FileKeys):
+    def divides(self, key: str, value: Any) -> bool:
+        """As of `FileKeys`; every degree but 1 too, for -1 stands for all ranks that are left."""
+        return super().divides(key, value) or (key.endswith("_degree") and value != 1)
+
+
 def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     """A file of torchtitan.
 
@@ -117,7 +123,7 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
         float8 = float8.get(table, {}) if isinstance(float8, Mapping) else {}
     float8 = float8 if isinstance(float8, Mapping) else {}
     flat |= {f"float8.{key}": value for key, value in float8.items()}
-    keys = FileKeys(NAME, _newer({key: value for key, value in flat.items() if not isinstance(value, Mapping)}))
+    keys = _Tables(NAME, _newer({key: value for key, value in flat.items() if not isinstance(value, Mapping)}))
     flat, number = keys.values, keys.number
     name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
     model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))

@@ -23,6 +23,7 @@ from parsim.formats.recipe import (
     FileKeys,
     Recipe,
     file_named,
+    opened,
     stored_base,
     take_adapters,
     yaml_table,
@@ -162,7 +163,7 @@ def _arguments_of(source: SourceFile) -> SourceFile | None:
         return None
     words = [word.rpartition("=")[2] for word in words_of(source.text)]
     files = (file_named(word, source.path) for word in words if word.endswith((*YAML, ".json")))
-    sources = (SourceFile(file, read_text(file, LARGEST_BYTES).encode()) for file in files if file is not None)
+    sources = (opened(file) for file in files if file is not None)
     return next((file for file in sources if is_arguments(file)), None)
 
 
@@ -180,7 +181,7 @@ def _accelerated(source: SourceFile, document: Mapping[str, Any]) -> Recipe | No
         file = files[0] if len(files) == 1 and not any(is_arguments(other) for other in others) else None
     if file is None:
         return None
-    plugin = read_accelerate(yaml_table(SourceFile(file, read_text(file, LARGEST_BYTES).encode())), file)
+    plugin = read_accelerate(yaml_table(opened(file)), file)
     plugin.taken["config_file"] = file.name
     if not isinstance(named, str):
         plugin.left_out["config_file"] = f"{file.name} lies beside it and was read with it: move it away if it is not used"

@@ -465,26 +465,22 @@ class _Expansion:
 
     def _origins(self, numbers: Ints) -> Iterator[Origin]:
         """Of each task: that of its draft, in the copy that begins last before it."""
+        made = [(copies, *place) for copies in self._copies for place in np.ndindex(copies.starts.shape)]
         first = np.concatenate([*(copies.starts.ravel() for copies in self._copies), [self._count]])
-        lengths = [copies.starts.size for copies in self._copies]
-        of = np.repeat(np.arange(len(lengths) + 1), [*lengths, 1])
-        before = np.cumsum([0, *lengths])
         order = np.argsort(first, kind="stable")
         copy = order[np.searchsorted(first[order], numbers, side="right") - 1]
         end = list(self._end.origins())
         drafted: dict[tuple[int, int], list[Origin]] = {}
-        for index, offset, which in zip(copy.tolist(), (numbers - first[copy]).tolist(), of[copy].tolist(), strict=True):
-            if which == len(lengths):
+        for number, offset in zip(copy.tolist(), (numbers - first[copy]).tolist(), strict=True):
+            if number == len(made):
                 yield end[offset]
                 continue
-            copies = self._copies[which]
-            place, row, microbatch = np.unravel_index(index - before[which], copies.starts.shape)
-            key = (which, int(place))
-            if key not in drafted:
-                drafted[key] = [self._origin(origin, copies, copies.components[place]) for origin in copies.draft.origins()]
-            origin = drafted[key][offset]
-            number_in_step = None if origin.microbatch is None else int(microbatch)
-            yield replace(origin, replica=self._folding.replicas[row], microbatch=number_in_step)
+            copies, place, row, microbatch = made[number]
+            origins = drafted.setdefault((id(copies), place), [])
+            if not origins:
+                origins += (self._origin(origin, copies, copies.components[place]) for origin in copies.draft.origins())
+            in_step = None if origins[offset].microbatch is None else microbatch
+            yield replace(origins[offset], replica=self._folding.replicas[row], microbatch=in_step)
 
     def _origin(self, origin: Origin, copies: _Copies, component: int) -> Origin:
         """The origin in a copy, whose component, values and place on the pp axis have other names."""

@@ -343,7 +343,7 @@ def database_of(tables: Any) -> bytes:
 
 
 def nsys_of_tables(path: Path) -> object:
-    """Of a document of tables the database with them."""
+    """Return the database that holds the tables of a document."""
     with contextlib.suppress(ValueError, RecursionError):
         trace(SourceFile(path, database_of(json.loads(path.read_bytes()))), read=read_nsys, peak=None)
     return path

@@ -1,4 +1,4 @@
-"""Errands of docs/extending.md that edit the package, done in a copy of it. Rows of a module beside it: test_extending.py."""
+"""Errands of docs/extending.md that edit the package, done in a copy of it. test_extending.py adds modules beside it."""
 
 from __future__ import annotations
 

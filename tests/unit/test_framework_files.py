@@ -517,8 +517,9 @@ def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
 
 
 def test_degrees_that_are_not_known_or_contradict_one_another_are_errors() -> None:
-    with pytest.raises(ConfigError, match=r"spectral_parallel_degree = 4 is a degree of parallelism that"):
-        titan(parallelism={"spectral_parallel_degree": 4})
+    for degree in (4, -1):  # -1 is all ranks that are left
+        with pytest.raises(ConfigError, match=rf"spectral_parallel_degree = {degree} is a degree of parallelism that"):
+            titan(parallelism={"spectral_parallel_degree": degree})
     with pytest.raises(ConfigError, match=r"parallelism.tensor_parallel_degree is both"):
         titan(parallelism={"tensor_parallel_degree": 4}, experimental={"tensor_parallel_degree": 8})
     with pytest.raises(ConfigError, match="expert_tensor_parallel_degree = 4 is neither 1 nor"):
@@ -718,7 +719,7 @@ LAUNCHED = "--model_name_or_path meta-llama/Llama-2-7b-hf --per_device_train_bat
 
 
 def test_the_yaml_of_accelerate_is_read_with_what_it_starts(tmp_path: Path) -> None:
-    """Named by the script, with the script's own file of arguments, or alone of its kind beside it."""
+    """The YAML is named by the script, comes with the script's file of arguments, or lies beside the script."""
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "fsdp.yaml").write_text(ACCELERATE)
     named = read(tmp_path, "a.sh", f"accelerate launch --config_file configs/fsdp.yaml train.py {LAUNCHED} --bf16")

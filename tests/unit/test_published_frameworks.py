@@ -475,7 +475,7 @@ def test_ends_hold_their_share_of_the_rows(scores: list[float]) -> None:
 
 
 def test_a_class_leans_on_others_the_less_the_more_sources_show_it() -> None:
-    """Of two classes one is a hundred times as exact: its interval shrinks to its own rows as their sources grow in number."""
+    """The interval of a class that is a hundred times as exact as others narrows with the number of its sources."""
     noisy = [
         judged(f"w{number}", f"w{number % 8}", math.exp(0.4 * (number % 5 - 2)), replace(HOPPER, experts=True))
         for number in range(80)

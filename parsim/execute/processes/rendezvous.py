@@ -54,7 +54,9 @@ _MOST_BYTES, _MOST_BYTES_OF_A_STRANGER = 2**26, 2**16
 """Of a message; and of the first one, before its sender is known."""
 _STRANGER_S, _ANSWER_S = 10.0, 30.0
 """How long a connection may be silent before its first message, and an answer may take beyond the wait that was asked for."""
-_LOOK_S, _RETRY_S, _LAST_S = 0.5, 0.1, 5.0
+_LOOK_S, _RETRY_S = 0.5, 0.1
+_LAST_S = 5.0
+"""How long rank 0 stays at most for others that still have an answer to read."""
 _WATCH_S, _GRACE_S = 20.0, 20.0
 """How long a rank waits for the end of the run in one request; and for its collectives to tell first that a rank has died."""
 _TO_SERVER, _TO_CLIENT = b"request", b"answer"

@@ -354,6 +354,11 @@ def define_scan() -> None:
     library.register_autograd(name, gradients, setup_context=setup)
 
 
+def has_scan(kind: type) -> bool:
+    """Whether modules of a class walk over the tokens in Python."""
+    return hasattr(sys.modules[kind.__module__], SCAN)
+
+
 @lru_cache(maxsize=8)
 def with_scan(kind: Any) -> Any:
     """A class of the same name and parameters whose forward takes its selective scans as one operator each."""
@@ -571,7 +576,7 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
         )
     if architecture in CONTRASTIVE and spec.loss in (None, OWN):
         kind = with_its_loss(kind)
-    if hasattr(sys.modules[kind.__module__], SCAN):
+    if has_scan(kind):
         kind = with_scan(kind)
     parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for part in parts:
@@ -665,7 +670,7 @@ def left_out(spec: ModelSpec, module: nn.Module) -> tuple[str, ...]:
     """What a config asks for and a plan of its training does not follow, for the warnings of every answer."""
     path, document = Path(spec.name), read_config(spec)
     notes = []
-    if hasattr(sys.modules[type(module).__module__], SCAN):
+    if has_scan(type(module)):
         notes.append(
             "its selective scan is priced as the one kernel of mamba_ssm; token by token, as here, it takes far longer"
         )
