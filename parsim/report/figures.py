@@ -170,28 +170,26 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
         above = [(step["p95"] - step["median"]) / each for step, each in zip(steps, scales, strict=True)]
         below = [(step["median"] - step["p05"]) / each for step, each in zip(steps, scales, strict=True)]
         cut = [f"{format_seconds(step['median'])} →" if step["median"] > edge_s else "" for step in steps]
-        figure.add_trace(
-            go.Bar(
-                name=group,
-                orientation="h",
-                y=numbers,
-                x=[min(step["median"], edge_s) / scale for step in steps],
-                base=[0.0] * len(cut) if any(cut) else None,
-                text=cut if any(cut) else None,
-                textposition="inside",
-                textangle=0,
-                insidetextanchor="middle",
-                textfont={"color": INK},
-                error_x=error_bars(above, below, INK, 4, thickness=1.2),
-                marker={
-                    "color": colours[group],
-                    "pattern": {"shape": "/" if group == "does not fit" else "", "fgcolor": VERMILION, "size": 6},
-                },
-                customdata=[
-                    [html.escape(plans[number]), *interval_texts(step)] for number, step in zip(numbers, steps, strict=True)
-                ],
-                hovertemplate="%{customdata[0]}<br>%{customdata[1]} (%{customdata[2]})<extra></extra>",
-            )
+        figure.add_bar(
+            name=group,
+            orientation="h",
+            y=numbers,
+            x=[min(step["median"], edge_s) / scale for step in steps],
+            base=[0.0] * len(cut) if any(cut) else None,
+            text=cut if any(cut) else None,
+            textposition="inside",
+            textangle=0,
+            insidetextanchor="middle",
+            textfont={"color": INK},
+            error_x=error_bars(above, below, INK, 4, thickness=1.2),
+            marker={
+                "color": colours[group],
+                "pattern": {"shape": "/" if group == "does not fit" else "", "fgcolor": VERMILION, "size": 6},
+            },
+            customdata=[
+                [html.escape(plans[number]), *interval_texts(step)] for number, step in zip(numbers, steps, strict=True)
+            ],
+            hovertemplate="%{customdata[0]}<br>%{customdata[1]} (%{customdata[2]})<extra></extra>",
         )
     _label_rows(figure, [_two_lines(str(result["strategy"]), plan) for result, plan in zip(results, plans, strict=True)])
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
@@ -305,16 +303,14 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
         seconds = [rank[key] for _, _, rank in rows]
         if not any(seconds):
             continue
-        figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=list(range(len(rows))),
-                x=[value / scale for value in seconds],
-                marker={"color": CATEGORY_COLOURS[key]},
-                customdata=[format_seconds(value) for value in seconds],
-                hovertemplate=f"{name}<br>%{{customdata}}<extra></extra>",
-            )
+        figure.add_bar(
+            name=name,
+            orientation="h",
+            y=list(range(len(rows))),
+            x=[value / scale for value in seconds],
+            marker={"color": CATEGORY_COLOURS[key]},
+            customdata=[format_seconds(value) for value in seconds],
+            hovertemplate=f"{name}<br>%{{customdata}}<extra></extra>",
         )
     several = len(breakdowns) > 1
     labels = [html.escape(f"rank {rank} {name}" if several else f"rank {rank}") for rank, name, _ in rows]
@@ -332,19 +328,17 @@ def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
     )
     figure = go.Figure()
     for name, colour in (("predicted", PREDICTED), ("measured", MEASURED)):
-        figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=list(kinds),
-                x=[row[name] / scale for row in kinds.values()],
-                marker={"color": colour},
-                text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in kinds.values()],
-                textposition="outside",
-                cliponaxis=False,
-                customdata=[f"{format_seconds(row[name])} in {row['count']} tasks" for row in kinds.values()],
-                hovertemplate=f"{name} %{{y}}<br>%{{customdata}}<extra></extra>",
-            )
+        figure.add_bar(
+            name=name,
+            orientation="h",
+            y=list(kinds),
+            x=[row[name] / scale for row in kinds.values()],
+            marker={"color": colour},
+            text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in kinds.values()],
+            textposition="outside",
+            cliponaxis=False,
+            customdata=[f"{format_seconds(row[name])} in {row['count']} tasks" for row in kinds.values()],
+            hovertemplate=f"{name} %{{y}}<br>%{{customdata}}<extra></extra>",
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
     figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
@@ -359,38 +353,34 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
     floors = [100 * (run["aa_floor"]["p95"] if run.get("aa_floor") else 0.0) for _, _, run in defined]
     figure = go.Figure()
     if any(floors):
-        figure.add_trace(
-            go.Bar(
-                name="A/A floor (p95)",
-                orientation="h",
-                y=numbers,
-                base=[-floor for floor in floors],
-                x=[2 * floor for floor in floors],
-                width=0.7,
-                marker={"color": "#dfe3e8"},
-                hovertemplate="A/A floor ±%{customdata}<extra></extra>",
-                customdata=[f"{floor:.1f}%" for floor in floors],
-            )
+        figure.add_bar(
+            name="A/A floor (p95)",
+            orientation="h",
+            y=numbers,
+            base=[-floor for floor in floors],
+            x=[2 * floor for floor in floors],
+            width=0.7,
+            marker={"color": "#dfe3e8"},
+            hovertemplate="A/A floor ±%{customdata}<extra></extra>",
+            customdata=[f"{floor:.1f}%" for floor in floors],
         )
     above, below = [], []
     for _, _, run in defined:
         interval = run.get("predicted_step_s") or {"p05": run["predicted"], "p95": run["predicted"]}
         above.append(100 * (interval["p95"] - run["predicted"]) / run["measured"])
         below.append(100 * (run["predicted"] - interval["p05"]) / run["measured"])
-    figure.add_trace(
-        go.Scatter(
-            name="error, with the predicted 90% interval",
-            x=[100 * run["relative_error"] for _, _, run in defined],
-            y=numbers,
-            mode="markers",
-            marker={"color": BLUE, "size": 10},
-            error_x=error_bars(above, below, BLUE, 5),
-            customdata=[
-                [format_error(run["relative_error"]), format_seconds(run["predicted"]), format_seconds(run["measured"])]
-                for _, _, run in defined
-            ],
-            hovertemplate="error %{customdata[0]}<br>predicted %{customdata[1]}<br>measured %{customdata[2]}<extra></extra>",
-        )
+    figure.add_scatter(
+        name="error, with the predicted 90% interval",
+        x=[100 * run["relative_error"] for _, _, run in defined],
+        y=numbers,
+        mode="markers",
+        marker={"color": BLUE, "size": 10},
+        error_x=error_bars(above, below, BLUE, 5),
+        customdata=[
+            [format_error(run["relative_error"]), format_seconds(run["predicted"]), format_seconds(run["measured"])]
+            for _, _, run in defined
+        ],
+        hovertemplate="error %{customdata[0]}<br>predicted %{customdata[1]}<br>measured %{customdata[2]}<extra></extra>",
     )
     _label_rows(figure, [_two_lines(model, plan) for model, plan, _ in defined], showgrid=False, zeroline=False)
     figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
@@ -527,45 +517,39 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[
         if not any(values):
             continue
         shown = html.escape(line_name(name))
-        figure.add_trace(
-            go.Bar(
-                name=shown,
-                x=ranks,
-                y=[value / scale for value in values],
-                marker={"color": MEMORY_COLOURS.get(name, GREY)},
-                customdata=[format_bytes(value) for value in values],
-                hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
-            )
+        figure.add_bar(
+            name=shown,
+            x=ranks,
+            y=[value / scale for value in values],
+            marker={"color": MEMORY_COLOURS.get(name, GREY)},
+            customdata=[format_bytes(value) for value in values],
+            hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
         )
     for level, name in LEVEL_NAMES.items():
         rows = [row for row in levels if row["level"] == level]
         if rows:
-            figure.add_trace(
-                go.Scatter(
-                    name=f"measured: {name}",
-                    x=[f"rank {row['rank']}" for row in rows],
-                    y=[row["measured_bytes"] / scale for row in rows],
-                    mode="markers",
-                    marker={"symbol": LEVEL_MARKS[level], "size": 11, "color": "#FFFFFF", "line": {"color": INK, "width": 2}},
-                    customdata=[_level_text(row) for row in rows],
-                    hovertemplate=f"%{{x}}, {name}<br>%{{customdata}}<extra></extra>",
-                )
+            figure.add_scatter(
+                name=f"measured: {name}",
+                x=[f"rank {row['rank']}" for row in rows],
+                y=[row["measured_bytes"] / scale for row in rows],
+                mode="markers",
+                marker={"symbol": LEVEL_MARKS[level], "size": 11, "color": "#FFFFFF", "line": {"color": INK, "width": 2}},
+                customdata=[_level_text(row) for row in rows],
+                hovertemplate=f"%{{x}}, {name}<br>%{{customdata}}<extra></extra>",
             )
     limits = [rank.get("limit_bytes") for rank in memory]
     known = [limit for limit in limits if limit is not None]
     title = unit
     if known and max(known) <= 4 * highest:
-        figure.add_trace(
-            go.Scatter(
-                name="the device has",
-                x=ranks,
-                y=[None if limit is None else limit / scale for limit in limits],
-                mode="lines+markers" if len(ranks) > 1 else "markers",
-                marker={"symbol": "line-ew", "size": 26, "line": {"color": INK, "width": 2}},
-                line={"color": INK, "dash": "dot", "width": 1.5},
-                customdata=["" if limit is None else format_bytes(limit) for limit in limits],
-                hovertemplate="%{x}: the device has %{customdata}<extra></extra>",
-            )
+        figure.add_scatter(
+            name="the device has",
+            x=ranks,
+            y=[None if limit is None else limit / scale for limit in limits],
+            mode="lines+markers" if len(ranks) > 1 else "markers",
+            marker={"symbol": "line-ew", "size": 26, "line": {"color": INK, "width": 2}},
+            line={"color": INK, "dash": "dot", "width": 1.5},
+            customdata=["" if limit is None else format_bytes(limit) for limit in limits],
+            hovertemplate="%{x}: the device has %{customdata}<extra></extra>",
         )
     elif known:
         title += f" (the device has {format_bytes(min(known))})"
@@ -642,16 +626,14 @@ def sweep_figure(
             for end in metric.ends() or (metric.column, metric.column)
         )
         colour = SERIES[number % len(SERIES)]
-        figure.add_trace(
-            go.Scatter(
-                name=html.escape(name),
-                x=[place(row) for row in shown],
-                y=[row[metric.column] / scale for row in shown],
-                mode="markers" if is_sampled else "lines+markers",
-                line={"color": colour, "width": 2},
-                marker={"color": colour, "size": 8},
-                error_y=None if is_sampled else error_bars(above, below, colour, 3, thickness=1.2),
-            )
+        figure.add_scatter(
+            name=html.escape(name),
+            x=[place(row) for row in shown],
+            y=[row[metric.column] / scale for row in shown],
+            mode="markers" if is_sampled else "lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"color": colour, "size": 8},
+            error_y=None if is_sampled else error_bars(above, below, colour, 3, thickness=1.2),
         )
     ringed = [row for row in answered if picked is not None and row["point"] == picked]
     if ringed:
@@ -700,31 +682,27 @@ def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
     above = [100 * (row.high_s / row.record.predicted_s - 1) for row in ordered]
     below = [100 * (1 - row.low_s / row.record.predicted_s) for row in ordered]
     figure = go.Figure()
-    figure.add_trace(
-        go.Scatter(
-            name="corrected 90% interval",
-            x=places,
-            y=[0.0] * len(ordered),
-            mode="markers",
-            marker={"color": BLUE, "size": 3},
-            error_y=error_bars(above, below, BLUE, 2, thickness=1.2),
-            hoverinfo="skip",
-        )
+    figure.add_scatter(
+        name="corrected 90% interval",
+        x=places,
+        y=[0.0] * len(ordered),
+        mode="markers",
+        marker={"color": BLUE, "size": 3},
+        error_y=error_bars(above, below, BLUE, 2, thickness=1.2),
+        hoverinfo="skip",
     )
     for name, colour, covered in (("measured, inside", INK, True), ("measured, outside", VERMILION, False)):
         chosen = [(place, row.record) for place, row in zip(places, ordered, strict=True) if row.covered is covered]
         if chosen:
-            figure.add_trace(
-                go.Scatter(
-                    name=name,
-                    x=[place for place, _ in chosen],
-                    y=[100 * (record.measured_s / record.predicted_s - 1) for _, record in chosen],
-                    mode="markers",
-                    marker={"color": colour, "size": 7},
-                    customdata=[[record.model, record.plan or NOTHING, record.run] for _, record in chosen],
-                    hovertemplate="%{customdata[0]}, %{customdata[1]}<br>run %{customdata[2]}<br>measured %{y:+.1f}%"
-                    "<extra></extra>",
-                )
+            figure.add_scatter(
+                name=name,
+                x=[place for place, _ in chosen],
+                y=[100 * (record.measured_s / record.predicted_s - 1) for _, record in chosen],
+                mode="markers",
+                marker={"color": colour, "size": 7},
+                customdata=[[record.model, record.plan or NOTHING, record.run] for _, record in chosen],
+                hovertemplate="%{customdata[0]}, %{customdata[1]}<br>run %{customdata[2]}<br>measured %{y:+.1f}%"
+                "<extra></extra>",
             )
     figure.update_xaxes(title="validation", zeroline=False, dtick=max(1, len(ordered) // 10))
     figure.update_yaxes(ticksuffix="%", zeroline=True, zerolinecolor=GREY, fixedrange=True)
@@ -743,16 +721,14 @@ def levels_figure(records: Sequence[ValidationRecord]) -> go.Figure:
     figure = go.Figure()
     for name, (colour, points) in lines.items():
         if points:
-            figure.add_trace(
-                go.Scatter(
-                    name=name,
-                    x=[100 * level for level, _ in points],
-                    y=[100 * share for _, share in points],
-                    mode="lines+markers",
-                    line={"color": colour},
-                    marker={"color": colour, "size": 6},
-                    hovertemplate=f"{name}: %{{y:.0f}}% of intervals of %{{x:.0f}}%<extra></extra>",
-                )
+            figure.add_scatter(
+                name=name,
+                x=[100 * level for level, _ in points],
+                y=[100 * share for _, share in points],
+                mode="lines+markers",
+                line={"color": colour},
+                marker={"color": colour, "size": 6},
+                hovertemplate=f"{name}: %{{y:.0f}}% of intervals of %{{x:.0f}}%<extra></extra>",
             )
     figure.add_vline(x=100 * LEVEL, line={"color": GREY, "dash": "dot"})
     figure.update_xaxes(title="nominal level", ticksuffix="%", range=[0, 100])

@@ -131,13 +131,9 @@ def strategy_table(
         )
         per_plan = "; ".join(f"{strategy} {sources_text(shares)}" for strategy, shares in sources.items())
         notes.append(f"sources of the costs, by share of the task seconds: {sources_text(first) if alike else per_plan}")
-    return ReportTable(
-        title=title,
-        columns=columns_of(*names, words=("strategy", "plan", "fits"), wraps="why"),
-        rows=tuple(rows),
-        emphasised=() if mark is None else (mark,),
-        notes=tuple(notes),
-    )
+    columns = columns_of(*names, words=("strategy", "plan", "fits"), wraps="why")
+    emphasised = () if mark is None else (mark,)
+    return ReportTable(title=title, columns=columns, rows=tuple(rows), emphasised=emphasised, notes=tuple(notes))
 
 
 ALIKE = 0.05
@@ -175,21 +171,21 @@ def validation_table(
             format_error(max(memory, key=abs)) if memory else NOTHING,
         ]
         rows.append(tuple(cells))
+    # ranks of relaxed plans are timed by their own clocks, so no step contains how far they are apart
+    apart = [format_seconds(comparison["skew_s"]) for _, _, comparison in runs if "skew_s" in comparison]
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
         *([PACE_NOTE] if paced else []),
-        *_skew_notes([comparison for _, _, comparison in runs]),
+        *(
+            [f"ranks begin the same step {', '.join(apart)} apart on average; measured is each rank's own step"]
+            if apart
+            else []
+        ),
         "A/A floor: difference between two halves of the same measurement (median and p95 over random halves of its rounds)",
         *correction_notes([comparison for _, _, comparison in runs]),
     )
     columns = columns_of(*names, words=("model", "within"), wraps="plan")
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
-
-
-def _skew_notes(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How far ranks of relaxed plans are apart: their steps are timed by their own clocks, so no step contains it."""
-    apart = [format_seconds(comparison["skew_s"]) for comparison in comparisons if "skew_s" in comparison]
-    return [f"ranks begin the same step {', '.join(apart)} apart on average; measured is each rank's own step"] if apart else []
 
 
 def _yes_or_no(holds: bool | None) -> str:
@@ -229,10 +225,11 @@ def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks f
         error = format_error(row["relative_error"])
         rows.append((str(row["task"]), row["kind"], ", ".join(parts), ranks, *seconds, error))
     names = ("task", "kind", "of", "ranks", "predicted", "measured", "error")
-    return ReportTable(title=title, columns=columns_of(*names, words=("kind", "ranks"), wraps="of"), rows=tuple(rows))
+    columns = columns_of(*names, words=("kind", "ranks"), wraps="of")
+    return ReportTable(title=title, columns=columns, rows=tuple(rows))
 
 
-def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memory by rank") -> ReportTable:
+def memory_table(memory: Sequence[Mapping[str, Any]]) -> ReportTable:
     """One row per line and one column per rank (equal ranks share one), from RankMemory as dictionaries.
 
     Of more than MEMORY_COLUMNS different columns, the fullest. A line that is 0 on all of them is left out.
@@ -267,7 +264,7 @@ def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memo
     headings = [f"{'rank' if len(group) == 1 else 'ranks'} {_runs_text(group)}" for group in numbers]
     notes = (f"the {len(shown)} fullest of {len(groups)} different ranks",) if len(shown) < len(groups) else ()
     return ReportTable(
-        title=title,
+        title="Peak memory by rank",
         columns=columns_of("line", *headings, words=("line",)),
         rows=tuple(map(tuple, rows)),
         emphasised=(len(names),),
@@ -299,7 +296,7 @@ CATEGORIES = {
 }
 
 
-def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Where the step goes") -> ReportTable:
+def breakdown_table(breakdown: Sequence[Mapping[str, Any]]) -> ReportTable:
     """One column per category, from RankBreakdown as dictionaries; the categories sum to the step. Ranks whose rows read
     the same share one."""
     alike: dict[tuple[str, ...], list[int]] = {}
@@ -307,7 +304,8 @@ def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Whe
         cells = (*(format_seconds(rank[key]) for key in CATEGORIES), format_seconds(sum(rank[key] for key in CATEGORIES)))
         alike.setdefault(cells, []).append(rank["rank"])
     rows = tuple((_runs_text(ranks), *cells) for cells, ranks in alike.items())
-    return ReportTable(title=title, columns=columns_of("ranks", *CATEGORIES.values(), "step", words=("ranks",)), rows=rows)
+    columns = columns_of("ranks", *CATEGORIES.values(), "step", words=("ranks",))
+    return ReportTable(title="Where the step goes", columns=columns, rows=rows)
 
 
 MOST_RUNS, SHOWN_RUNS = 12, 4
@@ -487,9 +485,8 @@ def history_table(lines: Sequence[HistoryLine], title: str) -> ReportTable:
         rows.append((str(line.number), *(printable(text) for text in (*told, line.why or "yes"))))
     names = ("line", "when", "model", "run", "predicted", "measured", "used")
     notes = ("`parsim history PROFILE --remove LINE` removes a line",) if rows else ("no validation yet",)
-    return ReportTable(
-        title=title, columns=columns_of(*names, words=("when", "model", "run"), wraps="used"), rows=tuple(rows), notes=notes
-    )
+    columns = columns_of(*names, words=("when", "model", "run"), wraps="used")
+    return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
 
 
 # A ReportTable as HTML for a notebook: without styles, every text escaped.
@@ -521,20 +518,18 @@ def _marked(text: str, emphasised: bool) -> str:
 
 def models_table(rows: Mapping[str, Mapping[str, Any]]) -> ReportTable:
     """Models by name, as `parsim.model.catalogue.names.described` has them."""
-    return ReportTable(
-        title="Models by name",
-        columns=columns_of("model", "parameters", "layers", "hidden", "tokens", "also", words=("model",), wraps="also"),
-        rows=tuple(
-            (
-                name,
-                format_count(row["parameters"]),
-                *(f"{row[key]:,}" if row[key] else "" for key in ("layers", "hidden", "tokens")),
-                ", ".join(row["other_names"]),
-            )
-            for name, row in rows.items()
-        ),
-        notes=("An id of Hugging Face is the name of its shape: meta-llama/Llama-3.1-8B is llama3-8b.",),
+    rows_of_models = tuple(
+        (
+            name,
+            format_count(row["parameters"]),
+            *(f"{row[key]:,}" if row[key] else "" for key in ("layers", "hidden", "tokens")),
+            ", ".join(row["other_names"]),
+        )
+        for name, row in rows.items()
     )
+    columns = columns_of("model", "parameters", "layers", "hidden", "tokens", "also", words=("model",), wraps="also")
+    notes = ("An id of Hugging Face is the name of its shape: meta-llama/Llama-3.1-8B is llama3-8b.",)
+    return ReportTable(title="Models by name", columns=columns, rows=rows_of_models, notes=notes)
 
 
 def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
@@ -550,24 +545,13 @@ def instance_table(rented: Mapping[str, Mapping[str, Any]]) -> ReportTable:
         )
         for name, row in rented.items()
     ]
-    return ReportTable(
-        title="Instance types",
-        columns=columns_of(
-            "instance",
-            "cloud",
-            "machine",
-            "network",
-            "USD per hour",
-            "price of",
-            words=("instance", "cloud", "machine", "price of"),
-            wraps="network",
-        ),
-        rows=tuple(rows),
-        notes=("Give one as --on, or several as --on 2xp5.48xlarge. A price that is empty is that of the GPU's part.",),
-    )
+    names, words = ("instance", "cloud", "machine", "network", "USD per hour", "price of"), ("instance", "cloud", "machine")
+    columns = columns_of(*names, words=(*words, "price of"), wraps="network")
+    notes = ("Give one as --on, or several as --on 2xp5.48xlarge. A price that is empty is that of the GPU's part.",)
+    return ReportTable(title="Instance types", columns=columns, rows=tuple(rows), notes=notes)
 
 
-def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
+def calibration_table(profile: Profile) -> ReportTable:
     """What a profile holds: measured points with their range and spread, and the fits made of them."""
     compute, collectives = profile.compute, profile.communication.points
     rows: list[tuple[str, str, str, str]] = []
@@ -614,7 +598,7 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"
         rows.append(("today", NOTHING, what, NOTHING))
     return ReportTable(
-        title=title or f"Calibration {profile.name}",
+        title=f"Calibration {profile.name}",
         columns=columns_of("kind", "points", "what", "spread", words=("kind",), wraps="what"),
         rows=tuple(rows),
         notes=(f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",),
@@ -772,35 +756,6 @@ def price_tables(rows: Sequence[Mapping[str, Any]]) -> list[ReportTable]:
 # DataFrames: units stand in the column names, and nothing is rounded.
 
 
-BREAKDOWN_COLUMNS = (
-    "rank",
-    "step_s",
-    "compute_s",
-    "load_s",
-    "host_s",
-    "exposed_communication_s",
-    "bubble_s",
-    "idle_s",
-    "communication_busy_s",
-)
-MEMORY_FRAME_COLUMNS = ("rank", "line", "size_bytes", "p05_bytes", "p95_bytes")
-TIMELINE_COLUMNS = (
-    "task",
-    "kind",
-    "rank",
-    "stream",
-    "component",
-    "stage",
-    "replica",
-    "microbatch",
-    "bucket",
-    "value",
-    "start_s",
-    "end_s",
-    "duration_s",
-)
-
-
 def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFrame:
     """One row per plan, in the order given. Args: chosen: the number of the chosen one, or None."""
     rows = [
@@ -828,7 +783,8 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
 
 def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
     """One row per rank, seconds by category."""
-    return frame([asdict(rank) | {"step_s": rank.step_s} for rank in breakdown], BREAKDOWN_COLUMNS)
+    columns = ("rank", "step_s", *CATEGORIES, "communication_busy_s")
+    return frame([asdict(rank) | {"step_s": rank.step_s} for rank in breakdown], columns)
 
 
 def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
@@ -839,35 +795,24 @@ def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
         for line, size_bytes in rank.lines:
             low, high = spreads.get(line, (size_bytes, size_bytes))
             rows.append({"rank": rank.rank, "line": line, "size_bytes": size_bytes, "p05_bytes": low, "p95_bytes": high})
-    return frame(rows, MEMORY_FRAME_COLUMNS)
+    return frame(rows, ("rank", "line", "size_bytes", "p05_bytes", "p95_bytes"))
 
 
 def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
     """One row per span in order of start, seconds."""
     resources = [parse_resource(name) for name in timeline.resources]
-    rows: list[dict[str, Any]] = []
-    for number in timeline.start_s.argsort(kind="stable").tolist():
-        task = graph.tasks[int(timeline.task[number])]
-        resource = resources[int(timeline.resource[number])]
-        start_s, end_s = float(timeline.start_s[number]), float(timeline.end_s[number])
-        rows.append(
-            {
-                "task": task.index,
-                "kind": kind_of(task.work),
-                "rank": resource.rank,
-                "stream": resource.stream,
-                "component": task.origin.component,
-                "stage": task.origin.stage,
-                "replica": task.origin.replica,
-                "microbatch": task.origin.microbatch,
-                "bucket": task.origin.bucket,
-                "value": task.origin.value,
-                "start_s": start_s,
-                "end_s": end_s,
-                "duration_s": end_s - start_s,
-            }
-        )
-    return frame(rows, TIMELINE_COLUMNS).astype(dict.fromkeys(("stage", "replica", "microbatch", "bucket"), "Int64"))
+    order = timeline.start_s.argsort(kind="stable")
+    tasks = [graph.tasks[number] for number in timeline.task[order].tolist()]
+    places = [resources[number] for number in timeline.resource[order].tolist()]
+    start_s, end_s = timeline.start_s[order], timeline.end_s[order]
+    columns: dict[str, Any] = {"task": [task.index for task in tasks], "kind": [kind_of(task.work) for task in tasks]}
+    columns |= {"rank": [place.rank for place in places], "stream": [place.stream for place in places]}
+    for key in ("component", "stage", "replica", "microbatch", "bucket", "value"):
+        columns[key] = [getattr(task.origin, key) for task in tasks]
+    columns |= {"start_s": start_s, "end_s": end_s, "duration_s": end_s - start_s}
+    import pandas as pd
+
+    return pd.DataFrame(columns).astype(dict.fromkeys(("stage", "replica", "microbatch", "bucket"), "Int64"))
 
 
 def frame(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -877,7 +822,7 @@ def frame(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFram
     return pd.DataFrame(list(rows), columns=list(columns))
 
 
-def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Coverage of 90% intervals") -> list[ReportTable]:
+def coverage_tables(records: Sequence[ValidationRecord]) -> list[ReportTable]:
     """All records, those of each model and of each run; no table without records.
 
     Every interval is corrected by records of other runs and other models. The interval as predicted stands beside it.
@@ -909,4 +854,4 @@ def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Covera
         f"for new predictions: {correction(records).describe()}",
     )
     columns = columns_of(*names, wraps="validations of")
-    return [ReportTable(title=title, columns=columns, rows=rows, emphasised=(0,), notes=notes)]
+    return [ReportTable(title="Coverage of 90% intervals", columns=columns, rows=rows, emphasised=(0,), notes=notes)]
