@@ -248,13 +248,20 @@ def changed(question: Question, settings: Mapping[str, object]) -> Question:
     return other.sourced(name=source.name, model=source.model, cluster=source.cluster, form=source.form, recipe=source.recipe)
 
 
-def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
+def _answered(question: Question, settings: Mapping[str, object]) -> Answer | None:
+    """The answer with other keys; None where the question cannot be asked so."""
     try:
-        answer = whole(ask_alone(changed(question, settings)))
+        return whole(ask_alone(changed(question, settings)))
     except ParsimError:
+        return None
+
+
+def _priced(question: Question, prediction: Prediction, what: str, settings: Mapping[str, object]) -> list[Help]:
+    answer = _answered(question, settings)
+    if answer is None:
         return []
-    other = answer.prediction
-    return [Help(what=what, settings=settings, prediction=other, faster=rate_of(other) / rate_of(prediction) - 1)]
+    faster = rate_of(answer.prediction) / rate_of(prediction) - 1
+    return [Help(what=what, settings=settings, prediction=answer.prediction, faster=faster)]
 
 
 Change = tuple[str, dict[str, object]]
@@ -377,10 +384,8 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
 
     def at(number: int, mesh: Mapping[str, object] | None = None) -> Answer | None:
         say(f"{sizes.step * number:,} {sizes.noun}")
-        return _safe(question, {**sizes.settings(number), **(mesh or {})})
-
-    def fits(mesh: Mapping[str, object], number: int) -> bool:
-        return at(number, mesh) is not None
+        answer = _answered(question, {**sizes.settings(number), **(mesh or {})})
+        return answer if answer is not None and answer.fits and answer.prediction.is_safe else None
 
     starts = ((number, at(number)) for number in dict.fromkeys((sizes.at, 1)))
     number, answer = next(((number, answer) for number, answer in starts if answer is not None), (0, None))
@@ -390,7 +395,7 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
             f"{asked.sentence()}"
         )
     for _ in range(MOST_MESHES):
-        number = _bisected(sizes, number, partial(fits, mesh_settings(answer.prediction.plan)))
+        number = _bisected(sizes, number, partial(at, mesh=mesh_settings(answer.prediction.plan)))
         more = at(number + 1) if number < sizes.most else None
         if more is None:
             break
@@ -406,8 +411,8 @@ def largest(question: Question, what: LargestOf, say: Callable[[str], None] = la
     return replace(with_assumed_framework(answer), largest=size)
 
 
-def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
-    """The largest number that fits, above one that does. Ctrl-C says what is known by then."""
+def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], object]) -> int:
+    """The largest number that fits (a true answer), above one that does. Ctrl-C says what is known by then."""
     low, high = fits, 2 * fits
     try:
         while high <= sizes.most and does(high):
@@ -424,14 +429,6 @@ def _bisected(sizes: _Sizes, fits: int, does: Callable[[int], bool]) -> int:
         ending.add_note(text)  # told
         raise
     return low
-
-
-def _safe(question: Question, settings: Mapping[str, object]) -> Answer | None:
-    try:
-        answer = whole(ask_alone(changed(question, settings)))
-    except ParsimError:
-        return None
-    return answer if answer.fits and answer.prediction.is_safe else None
 
 
 def _batches(question: Question) -> _Sizes:

@@ -236,25 +236,20 @@ def validate(
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
     """
-    place = None if history is None else Path(history)
     _check_seconds("timeout_s", timeout_s)
     if isinstance(target, str | Path) and Path(target).is_dir():
         folder, prediction, name = reopen(Path(target))
-        if place is not None:
-            prediction = replace(prediction, question=with_history(prediction.question, place))
+        prediction = replace(prediction, question=with_history(prediction.question, history))
         warnings = warn_of_profile(prediction)
         return _judged(folder, compared(folder, prediction, name), warnings, tasks=tasks, session=session, update=update)
     if rounds < 4:
         raise ConfigError(f"rounds = {rounds}: the A/A floor splits them into halves of at least 2; measure 4 or more")
     if isinstance(target, Answer | Prediction):
         prediction = target.chosen if isinstance(target, Answer) else target
+        prediction = replace(prediction, question=with_history(prediction.question, history))
         name = prediction.problem.model.name
-        if place is not None:
-            prediction = replace(prediction, question=with_history(prediction.question, place))
     else:
-        question = question_from_file(Path(target), overrides)
-        if place is not None:
-            question = with_history(question, place)
+        question = with_history(question_from_file(Path(target), overrides), history)
         if update:
             updatable(question)
         check_launchable(question)
@@ -349,9 +344,11 @@ def _judged(
     return replace(run, document=document)
 
 
-def with_history(config: Question, path: Path) -> Question:
-    """A question with another place for its profile's history."""
-    return config.changed(cluster=config.cluster.model_copy(update={"history": str(path.resolve())}))
+def with_history(config: Question, path: str | Path | None) -> Question:
+    """A question with another place for its profile's history, if one is given."""
+    if path is None:
+        return config
+    return config.changed(cluster=config.cluster.model_copy(update={"history": str(Path(path).resolve())}))
 
 
 def adaptive_spec(prediction: Prediction, window_steps: int) -> AdaptiveSpec:

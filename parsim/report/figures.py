@@ -226,8 +226,7 @@ def learning_figure(
         figure.update_yaxes(title_text=name, row=row, col=1)
     figure.update_xaxes(title_text="step", title_standoff=4, row=len(shown), col=1)
     figure.update_xaxes(title_text="seconds of steps", title_standoff=4, row=len(shown), col=2)
-    styled(figure, 60 + 240 * len(shown))
-    return figure.update_layout(margin_b=TITLED)
+    return styled(figure, 60 + 240 * len(shown), bottom=TITLED)
 
 
 def _learning_curves(
@@ -267,8 +266,7 @@ def scatter_figure(panels: Mapping[str, Sequence[tuple[str, float, float]]], *, 
                 figure.add_trace(_curve(name, across, up, colour, mode="markers"), row=1, col=column)
         figure.update_xaxes(title_text=x, title_standoff=4, type="log", row=1, col=column)
     figure.update_yaxes(title_text=y, row=1, col=1)
-    styled(figure, 380)
-    return figure.update_layout(margin_b=TITLED)
+    return styled(figure, 380, bottom=TITLED)
 
 
 def target_figure(curves: Mapping[str, Sequence[tuple[float, float]]], target: float, title: str) -> go.Figure:
@@ -474,14 +472,14 @@ def _two_lines(first: str, second: str) -> str:
     return f'{html.escape(first)}<br><span style="font-size:11px">{small}</span>'
 
 
-def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
+def styled(figure: go.Figure, height: int, *, top: int = 12, bottom: int = 30) -> go.Figure:
     """Common look; `height` in pixels is that of the plot with its axes, the legend apart. Pages add their colours."""
     figure.update_xaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_yaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_layout(
         template=go.layout.Template(),
         height=height,
-        margin={"l": 8, "r": 36, "t": top, "b": 30},
+        margin={"l": 8, "r": 36, "t": top, "b": bottom},
         font={"family": FONT, "size": 12, "color": INK},
         plot_bgcolor="rgba(0,0,0,0)",
     )
@@ -646,8 +644,7 @@ def sweep_figure(
     more = f"; {left_out} more values of {axis_name(split).lower()} are not drawn" if left_out > 0 else ""
     figure.update_xaxes(title=axis_name(along) + more, type="log" if wide else None, **few)
     figure.update_yaxes(title=f"{metric.name} ({unit})", rangemode="tozero")
-    styled(figure, 420)
-    return figure.update_layout(margin_b=TITLED)
+    return styled(figure, 420, bottom=TITLED)
 
 
 # How often predicted intervals held.

@@ -37,7 +37,7 @@ from calibration.measure.collectives import (
 from calibration.measure.components import DTYPES, make_case, optimizer_cases, sweep_record
 from calibration.measure.overlap import beside_steps, measure_overlap
 from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
-from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path
+from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path, warning_lines
 from calibration.rounds.environment import core_count
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import SIZES_BYTES, RawPoints, active_levels, load_raw, raw_path, save_raw
@@ -681,3 +681,17 @@ def test_two_ranks_measure_steps_beside_calls(tmp_path: Path) -> None:
     assert len(entry["computation"]) == 2
     assert all(factor is None or factor > 0 for factor in entry["computation"])
     assert all(seconds > 0 for seconds in entry["communication_s"])
+
+
+def test_of_many_discarded_timings_the_first_few_are_printed_and_the_others_counted() -> None:
+    discarded = [f"left out forward of layer{number}" for number in range(15)]
+    lines = warning_lines([*discarded, "other programs had 87.9% of the cores"])
+    assert lines[:3] == [f"warning: {text}" for text in discarded[:3]]
+    assert lines[3] == "warning: other programs had 87.9% of the cores"
+    assert lines[4].startswith("warning: 12 more implausible timings were left out")
+    assert len(lines) == 5
+
+
+def test_few_warnings_are_printed_as_they_are() -> None:
+    few = ["left out forward of conv1", "other programs had 30% of the cores"]
+    assert warning_lines(few) == [f"warning: {text}" for text in few]

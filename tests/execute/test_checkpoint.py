@@ -44,10 +44,16 @@ from tests.execute.rank_states import newest
 
 pytest.importorskip("torch")
 
+import pytest
+from torch import Tensor
+
 from parsim.execute import evaluation as validation
 from parsim.execute.checkpoint.checkpoint import UNUSED, set_aside_newer
+from parsim.execute.checkpoint.fragments import WHOLE, is_per_element, join_state
 from parsim.execute.evaluation import STATE, Validation
 from parsim.execute.job import EvaluationRule
+from parsim.model.component import ParameterShard
+from parsim.model.shard.apply import piece
 
 
 def _network(seed: int = 0) -> torch.nn.Sequential:
@@ -240,10 +246,6 @@ def test_views_are_saved_without_the_buffer_they_look_into(tmp_path: Path) -> No
 
 
 class TestSpoiltCheckpoints:
-    def test_nothing_there(self, tmp_path: Path) -> None:
-        assert latest_checkpoint(tmp_path) is None
-        assert latest_checkpoint(tmp_path / "nowhere") is None
-
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
     def test_a_truncated_file_gives_way_to_the_one_before(self, tmp_path: Path, kept: float) -> None:
         _save(tmp_path, 10, world_size=2)
@@ -260,20 +262,6 @@ class TestSpoiltCheckpoints:
         path.write_bytes(_flipped(path.read_bytes(), 4 * path.stat().st_size))
         with pytest.warns(UserWarning, match="damaged"):
             assert latest_checkpoint(tmp_path) is None
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', "\x00"])
-    def test_a_broken_entry_is_passed_over(self, tmp_path: Path, text: str) -> None:
-        _save(tmp_path, 10)
-        _save(tmp_path, 20)
-        (tmp_path / "step-00000020" / "rank-0000.json").write_text(text)
-        with pytest.warns(UserWarning, match="cannot be read"):
-            assert newest(tmp_path).step == 10
-
-    def test_a_rank_that_did_not_finish(self, tmp_path: Path) -> None:
-        _save(tmp_path, 10, world_size=3)
-        _save(tmp_path, 20, world_size=3, ranks=range(2))
-        with pytest.warns(UserWarning, match="rank 2 of 3 has not finished"):
-            assert newest(tmp_path).step == 10
 
     def test_parts_of_two_attempts_are_not_mixed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -666,3 +654,62 @@ def test_the_first_one_of_a_large_model_waits_for_a_slow_disk(monkeypatch: pytes
     saves, _ = written(monkeypatch, 1.0, 0.5, 4_000_000_000)
     assert saves[0] == pytest.approx(1005, abs=3)
     assert saves[1] - saves[0] == pytest.approx(60, abs=2)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, dict[Fragment, Tensor]]:
+    """A tensor and a complete set of its fragments, in any order."""
+    ways, blocks, dim = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    shape = [draw(st.integers(1, 3)), draw(st.integers(1, 3))]
+    shape[dim] *= ways * blocks
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.float64).reshape(shape)
+    fragments: dict[Fragment, Tensor] = {}
+    for shard in range(ways):
+        local = piece(whole, ParameterShard(name="w", dim=dim, blocks=blocks), shard, ways)
+        part = Fragment(dim=dim, blocks=blocks, shard=shard, ways=ways)
+        if draw(st.booleans()):
+            fragments[part] = local
+            continue
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, local.numel() - 1)), max_size=4)) - {local.numel()})
+        for start, stop in zip([0, *cuts], [*cuts, local.numel()], strict=True):
+            own = part._replace(start=start, stop=stop, shape=tuple(local.shape))
+            fragments[own] = local.reshape(-1)[start:stop]
+    order = draw(st.permutations(list(fragments)))
+    return whole, {fragment: fragments[fragment] for fragment in order}
+
+
+@given(cut_tensors())
+def test_fragments_in_any_order_make_the_whole(cut: tuple[Tensor, dict[Fragment, Tensor]]) -> None:
+    whole, fragments = cut
+    assert torch.equal(join("w", fragments), whole)
+    state = {fragment: {"momentum_buffer": tensor, "step": torch.tensor(4.0)} for fragment, tensor in fragments.items()}
+    joined = join_state("w", state)
+    assert torch.equal(joined["momentum_buffer"], whole)
+    assert joined["step"].item() == 4
+
+
+@given(cut_tensors(), st.data())
+def test_without_any_one_of_them_there_is_no_whole(cut: tuple[Tensor, dict[Fragment, Tensor]], data: st.DataObject) -> None:
+    _, fragments = cut
+    if len(fragments) == 1:
+        return
+    lost = data.draw(st.sampled_from(list(fragments)))
+    with pytest.raises(ExecutionError, match=r"'w': .* (missing|are there)"):
+        join("w", {fragment: tensor for fragment, tensor in fragments.items() if fragment != lost})
+
+
+def test_a_number_keeps_its_shape_and_its_momentum() -> None:
+    """A 0-dim parameter in a divided bucket is saved as a flat range of one element."""
+    scalar = Fragment(start=0, stop=1, shape=())
+    assert join("scale", {scalar: torch.tensor([2.0])}).shape == ()
+    assert is_per_element(torch.tensor(1.0), "exp_avg")
+    assert not is_per_element(torch.tensor(1.0), "step")
+    assert not is_per_element(None, "momentum_buffer")
+    state = join_state("scale", {scalar: {"exp_avg": torch.tensor([0.5]), "step": torch.tensor(3.0)}})
+    assert state["exp_avg"].shape == ()
+    assert state["step"].item() == 3
+
+
+def test_a_whole_tensor_is_its_own_fragment() -> None:
+    tensor = torch.ones(2, 2)
+    assert join("w", {WHOLE: tensor}) is tensor

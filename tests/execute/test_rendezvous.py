@@ -21,8 +21,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.multiprocessing.spawn import start_processes
 
@@ -33,7 +37,7 @@ from parsim.execute.checkpoint import reshard
 from parsim.execute.evaluation import Validation
 from parsim.execute.job import EvaluationRule
 from parsim.execute.mixing import MEAN, MixingRounds
-from parsim.execute.processes import heartbeat
+from parsim.execute.processes import exchange, heartbeat
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
 from parsim.execute.processes.group import MOST_SAID, ProcessPlace, error_path, read_error
 from parsim.execute.processes.heartbeat import Doing, Pulse, create_beats, read_beats
@@ -332,3 +336,31 @@ def test_last_words_are_those_of_their_rank(tmp_path: Path) -> None:
     assert read_last_words(path, 2) == "\U0001f600" * MOST_SAID
     assert read_last_words(tmp_path / "nowhere", 0) == ""
     assert not LastWords().say("nobody listens")
+
+
+class Clock:
+    """A store that has what is asked for from `ready_s` on; every question takes 0.1 ms."""
+
+    def __init__(self, ready_s: float) -> None:
+        self.ready_s, self.now_s, self.asked = ready_s, 0.0, 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.now_s += 1e-4
+        return self.now_s >= self.ready_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@given(ready_s=st.floats(0.0, 3600.0))
+def test_a_rank_goes_on_a_sixteenth_late_at_most_and_asks_rarely(ready_s: float) -> None:
+    clock = Clock(ready_s)
+    place = ProcessPlace(rank=1, world_size=2, local_rank=1, local_world_size=2, attempt=0, store=clock)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.get_rank", lambda: 1)
+        patch.setattr("parsim.execute.processes.exchange.time.sleep", clock.sleep)
+        patch.setattr("parsim.execute.processes.exchange.time.monotonic", lambda: clock.now_s)
+        assert exchange.done_by_rank_0(place, lambda: pytest.fail("rank 1 does the work")) is None
+    assert clock.now_s - ready_s <= 5e-4 + ready_s / 16
+    assert clock.asked <= 20 + 200 + ready_s / 0.5

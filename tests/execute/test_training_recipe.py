@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, Schedule, TrainingRecipe, UpdateGroup, with_update_groups
 from parsim.execute.optimizer import LearningRates, check_exempt, check_schedule, exempt_names
 from parsim.execute.stage import seeded_module
+from parsim.execute.train import _board, _show
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.records import sorted_pairs
@@ -478,3 +480,19 @@ def test_a_run_file_with_groups_is_priced_run_and_resumed(tmp_path: Path, monkey
     assert resumed["losses"] == pytest.approx(straight["losses"], abs=1e-12)
     with pytest.raises(ConfigError, match=r"training\.groups .parameters and optimizer."):
         parsim.run("run.toml", out="parts", overrides=['training.groups.critic.parameters=["discriminator.0.*"]'], resume=True)
+
+
+def test_tensorboard_reads_them_and_a_resumed_part_replaces_what_it_trains_again(tmp_path: Path) -> None:
+    reading: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first = _board(tmp_path, 0)
+    _show(first, [{"step": step, "loss": float(step)} for step in range(1, 7)])
+    first.close()
+    again = _board(tmp_path, 4)  # the checkpoint of step 4
+    _show(again, [{"step": step, "loss": 10.0 * step} for step in range(5, 8)])
+    _show(again, [{"step": 8, "loss": 80.0, "validation": {"loss": 1.75, "accuracy": 0.5}}])
+    again.close()
+    found = reading.EventAccumulator(str(tmp_path))
+    found.Reload()
+    seen = {event.step: event.value for event in found.Scalars("loss")}
+    assert seen == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 50.0, 6: 60.0, 7: 70.0, 8: 80.0}
+    assert [(event.step, event.value) for event in found.Scalars("validation/accuracy")] == [(8, 0.5)]

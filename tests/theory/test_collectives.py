@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.communication.algorithms import line_at, protocol_lines
-from parsim.costs.communication.closed_forms import busbw_bytes_per_s, regimes_s, ring_steps, ring_traffic
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s, overlap_of, regimes_s, ring_steps, ring_traffic
 from parsim.costs.communication.collectives import _by_measured, estimate_collective, estimate_send_recv
 from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
 from parsim.costs.communication.measured import fit_regimes
@@ -21,7 +21,16 @@ from parsim.costs.estimate import Estimate
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.profile import CollectiveFit, CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced
+from parsim.hardware.profile import (
+    CollectiveFit,
+    CollectivePoint,
+    LinkModel,
+    LinkProtocol,
+    Overlap,
+    OverlapPoint,
+    Regime,
+    Sourced,
+)
 from parsim.hardware.topology import Link, Topology
 from parsim.units import GIB, MIB
 from parsim.work import COLLECTIVES, Collective, SendRecv
@@ -498,3 +507,35 @@ def test_a_group_without_a_ring_relays_and_says_so() -> None:
         assert ("relayed over" in estimate.detail) == (not has_ring), group
         assert ("communication:relay" in dict(estimate.parameters)) == (not has_ring), group
     assert 0 < ringless < len(SUBSETS)
+
+
+def point(operation: str, size_bytes: int, compute: float, communication: float) -> OverlapPoint:
+    return OverlapPoint(
+        operation=operation,
+        group_size=2,
+        size_bytes=size_bytes,
+        compute_factor=compute,
+        communication_factor=communication,
+        repeats=5,
+        source="x",
+    )
+
+
+MEASURED = Overlap(
+    compute_factor=2.0,
+    communication_factor=3.0,
+    points=[point("all_reduce", 100, 1.2, 4.0), point("all_reduce", 10_000, 2.2, 2.0), point("all_gather", 100, 1.1, 1.0)],
+    source="x",
+)
+
+
+def reduce(size_bytes: int, operation: str = "all_reduce") -> Collective:
+    return Collective(operation=operation, group=(0, 1), size_bytes=size_bytes)
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=200))
+def test_no_slowdown_stays_none(seconds: list[float]) -> None:
+    """A mean of ones can round to less than one, which no engine takes."""
+    found = overlap_of(MEASURED, [reduce(100, "all_gather")] * len(seconds), seconds)
+    assert found.communication == pytest.approx(1.0)
+    assert found.communication >= 1.0

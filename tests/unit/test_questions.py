@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 import sysconfig
@@ -94,20 +93,6 @@ def test_what_is_said_is_not_assumed() -> None:
     torch = pytest.importorskip("torch")
     question = question_of(torch.nn.Linear(32, 4), cluster="dgx1-v100-32gb", global_batch=64, settings=said)
     assert taken_defaults(question) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Told) -> None:
-    arguments = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp", "--set", "cluster.devices=4")
-    document: dict[str, Any] = json.loads(parsim(command, *arguments, "--json")[1])
-    result = document["chosen"] if command == "plan" else document
-    assert result["strategy"] == "dp"
-    assert len(result["peak_memory_bytes"]) == 4
-    assert document["assumed"]["training.precision"] == "fp32"
-    assert "plan.strategy" not in document["assumed"]
-    text = parsim(command, *arguments)[1]
-    assert [line for line in text.splitlines() if line.startswith("assumed: precision fp32, optimizer sgd_momentum")]
 
 
 WRONG = {

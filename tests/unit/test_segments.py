@@ -19,9 +19,11 @@ from parsim.engines import static
 from parsim.engines.static import compile_graph
 from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
+from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
+from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component, Parameter, Sharding, Value, ValueFootprint
-from parsim.model.formats import model_as_sent, value_in
+from parsim.model.formats import Numerics, model_as_sent, value_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -457,3 +459,32 @@ def test_memory_counts_the_same_values_afterwards(half: ValueFootprint | None) -
     for before, after in zip(whole.values, sent.values, strict=True):
         expected, found = value_in(before, "amp_bf16"), value_in(after, "amp_bf16")
         assert replace(expected, half=None) == replace(found, half=None)
+
+
+def test_a_second_forward_that_stops_early_leaves_out_the_last_product_and_no_memory() -> None:
+    part = SamplePart(tokens=512, context=512)
+    shape = Shape(name="small", layers=2, hidden=1024, heads=8, vocab=32000)
+    layer = transformer(shape, replace(EAGER, early_stop=True), part, "layer").component("h.0")
+    assert layer.selective is not None
+    again = {number for number, _ in layer.selective.operators}
+    last = max(number for number, operator in enumerate(layer.operators) if operator.kind == "matmul")
+    assert again == set(range(last))
+    assert layer.selective.kept == (0, 0)
+    assert layer.selective.values == layer.inputs[:1]
+    whole = transformer(shape, EAGER, part, "layer")
+    early = transformer(shape, replace(EAGER, early_stop=True), part, "layer")
+    peaks = []
+    for model, recompute in ((whole, ("h.0", "h.1")), (early, ("selective:h.0", "selective:h.1"))):
+        cluster = cluster_from_profile(profile_from_parts("a100-sxm-80gb", 1))
+        problem = PlanningProblem(
+            model=model, cluster=cluster, global_batch=4, numerics=Numerics(precision="bf16", optimizer="adamw_fused")
+        )
+        plan = Plan(
+            strategy="custom",
+            mesh=Mesh(),
+            stages=(Stage(components=tuple(entry.name for entry in model.components), ranks=(0,)),),
+            global_batch=4,
+            recompute=recompute,
+        )
+        peaks.append(problem.memory(plan)[0].total_bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
