@@ -60,6 +60,7 @@ class Experiment:
 
 MEASURES = "it measures this machine for minutes"
 TWO_RANKS = "it needs a profile that `parsim calibrate` has measured for two ranks"
+FOUR_RANKS = "it needs profiles that `parsim calibrate` has measured for two ranks and for four"
 
 CATALOGUE = (
     Experiment(
@@ -207,7 +208,7 @@ CATALOGUE = (
                 question="How often does the predicted winner of two ways of synchronising win when executed?",
                 whole=None,
                 quick=("dgx1-v100-32gb", "--quick"),
-                why=TWO_RANKS,
+                why=FOUR_RANKS,
             ),
         ),
     ),

@@ -59,11 +59,12 @@ class Goal:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """One run until it scores the target. seconds, steps, score: so far, of its last score. over: it needs no more turns."""
+    """One run until it scores the target. seconds: so far, of every rank by its own clock, so ranks that drift apart are not
+    charged for their distance. steps, score: so far, of its last score. over: it needs no more turns."""
 
     entry: RankRun
     most_steps: int
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     steps: int = 0
     score: float = 0.0
     reached: bool = False
@@ -82,12 +83,11 @@ class Training:
             copies.append({name: value.detach().clone() for name, value in self.entry.stage.parameters.items()})
         meet()
         spans = gather_values([start, *ends])
-        began = min(own[0] for own in spans)
-        before_s = self.seconds
+        before = self.seconds or [0.0] * len(spans)
         for number, copy in enumerate(copies, 1):
             self.score = value_of_rank_0(self._score(copy))
             self.steps += SCORED_EVERY
-            self.seconds = before_s + max(own[number] for own in spans) - began
+            self.seconds = [before_s + own[number] - own[0] for before_s, own in zip(before, spans, strict=True)]
             self.reached = self.score >= target
             if self.reached:
                 break
@@ -118,7 +118,7 @@ class Training:
         return {name: (part / holders).view(shape) for (name, shape), part, holders in parts}
 
     def row(self) -> dict[str, Any]:
-        return {"reached": self.reached, "steps": self.steps, "seconds": self.seconds, "score": self.score}
+        return {"reached": self.reached, "steps": self.steps, "seconds": max(self.seconds), "score": self.score}
 
 
 def main(path: Path) -> None:

@@ -4,6 +4,8 @@ ranked by simulated seconds to an accuracy, and mixing graphs compared on virtua
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -156,6 +158,8 @@ RULES = (
 """Tried beside synchronous training, unless others are given."""
 SEEDS = 3
 MOST_STEPS = 2000
+WIDTH_OF_90 = 3.29
+"""Of a normal distribution's middle 90%, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +197,18 @@ class Contender:
             return None
         return self.seconds_after(self.learnt.steps)
 
+    @property
+    def log_deviation(self) -> float | None:
+        """Standard deviation of log(seconds of runs / predicted): of the step's interval, and of the median steps over as many
+        other seeds. None: not every seed reaches it, or there is no plan."""
+        if self.result is None or self.learnt is None or any(course.steps is None for course in self.learnt.courses):
+            return None
+        steps = [math.log(course.steps) for course in self.learnt.courses if course.steps]
+        of_median = math.sqrt(math.pi / 2.0 / len(steps))  # of a normal sample's median, in deviations of one value
+        among_seeds = statistics.stdev(steps) * of_median * math.sqrt(2.0) if len(steps) > 1 else 0.0
+        step_s = self.result.step_s
+        return math.hypot(among_seeds, math.log(step_s.p95 / step_s.p05) / WIDTH_OF_90)
+
     def curve(self) -> list[tuple[float, float]]:
         """(simulated seconds, score) of the first seed."""
         if self.result is None or self.learnt is None:
@@ -227,9 +243,19 @@ class Contender:
             "learning_rate": None if learnt is None else learnt.learning_rate,
             "step_s": None if self.result is None else self.result.step_s.to_dict(),
             "plan_summary": None if self.result is None else self.result.plan.summary(),
+            "log_deviation": self.log_deviation,
             "curve": self.curve(),
             "reason": self.reason or None,
         }
+
+
+def sooner_probability(one: Contender, other: Contender) -> float | None:
+    """That `one` reaches the accuracy before `other` in runs: both times lognormal and independent, which is too doubtful
+    where the same prices are wrong for both. None where a time or its doubt is not known."""
+    if one.seconds is None or other.seconds is None or one.log_deviation is None or other.log_deviation is None:
+        return None
+    doubt = math.hypot(one.log_deviation, other.log_deviation)
+    return statistics.NormalDist(0.0, max(doubt, 1e-9)).cdf(math.log(other.seconds / one.seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +275,8 @@ class TargetRanking:
         """Sentences for people."""
         first = self.contenders[0]
         winner = f"{first.rule} first" if first.seconds is not None else "no way reaches it"
+        if len(self.contenders) > 1 and (probability := sooner_probability(*self.contenders[:2])) is not None:
+            winner += f", sooner than {self.contenders[1].rule} with a probability of {probability:.0%}"
         heading = f"Time to test accuracy {self.target:g}: {winner}. Steps were counted on {self.learner}."
         return [heading, *(f"  {contender.line()}" for contender in self.contenders)]
 
@@ -326,7 +354,7 @@ def _planned(problem: PlanningProblem, best: Evaluation, rule: Synchronisation, 
     if rule.is_relaxed:
         problem = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
         try:
-            chosen = relaxed_search(problem, ("adaptive",), samples=0).chosen
+            chosen = relaxed_search(problem, ("adaptive",)).chosen
         except ParsimError as error:
             return Contender(rule=rule, reason=str(error))
     if chosen is None or not chosen.result.fits:
