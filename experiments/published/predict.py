@@ -211,7 +211,7 @@ def run_of(asked: Asked) -> PublishedRun:
         experts=asked.shape is not None and bool(asked.shape.experts),
         encoder=asked.shape is not None and not asked.shape.causal,
         images=asked.shape is None,
-        assumed=asked.row.assumed,
+        assumed=asked.row.assumed == "plan",
     )
 
 

@@ -74,6 +74,7 @@ class Costs:
     _device_kinds: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _host_paths: dict[str, HostPath] = field(default_factory=dict, init=False, repr=False, compare=False)
     _computed: dict[tuple[object, ...], Estimate] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _pieces: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -227,6 +228,15 @@ class Costs:
                 wants_gradient = self.model.has_input_gradient(component)
                 self._computed[key] = self._computation.estimate(work, component, device, input_gradient=wants_gradient)
         return self._computed[key]
+
+    def in_pieces(self, work: Compute, rank: int, pieces: int) -> float:
+        """How many times as long a shard takes on a rank if its products run in pieces beside communication."""
+        device = self._device(rank)
+        work = replace(work, phase=Phase.FORWARD) if work.phase is Phase.RECOMPUTE else work
+        key = (self.same_computation(work), device.type.name, pieces)
+        if key not in self._pieces:
+            self._pieces[key] = self._computation.in_pieces(work, self._component(work.component), device, pieces)
+        return self._pieces[key]
 
     def same_computation(self, work: Compute) -> tuple[object, ...]:
         """Equal for computation that takes as long on the same device: of components that do the same work in the same

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class PublishedRun:
         gpu: a part by name. precision: "bf16", "tf32", "fp8", ... framework: a row of
         `parsim.model.catalogue.frameworks`; "unknown" without one. until: the last year of its version; 0: the current one.
         experts: the model has some. encoder: queries see all keys. images: it is a convolutional network.
-        assumed: "plan": of the split, the batch or the precision; "recomputation": of nothing else; "": nothing.
+        assumed: something of its split, its batch or its precision.
     """
 
     gpu: str
@@ -63,7 +63,7 @@ class PublishedRun:
     experts: bool = False
     encoder: bool = False
     images: bool = False
-    assumed: Literal["", "recomputation", "plan"] = ""
+    assumed: bool = False
 
     @property
     def chip(self) -> str:
@@ -98,32 +98,30 @@ def features_of(run: PublishedRun) -> tuple[str, ...]:
 def class_of(run: PublishedRun) -> str:
     """Runs whose errors spread alike."""
     if run.framework == UNKNOWN:
-        usual = UNKNOWN if run.encoder or run.assumed == "plan" else UNKNOWN_DENSE
+        usual = UNKNOWN if run.encoder or run.assumed else UNKNOWN_DENSE
         return UNKNOWN_EXPERTS if run.experts else usual
     if run.images:
         return "images"
     kind = "experts" if run.experts else "encoder" if run.encoder else "dense"
-    return f"{kind}, {run.assumed} assumed" if run.assumed else kind
+    return f"{kind}, plan assumed" if run.assumed else kind
 
 
 NOISE: Mapping[str, float] = {
     "dense": 0.05,
-    "dense, recomputation assumed": 0.07,
     "dense, plan assumed": 0.17,
     "encoder": 0.13,
-    "encoder, recomputation assumed": 0.13,
     "encoder, plan assumed": 0.15,
     "images": 0.085,
     "experts": 0.20,
-    "experts, recomputation assumed": 0.20,
     "experts, plan assumed": 0.20,
-    UNKNOWN_DENSE: 0.15,
+    UNKNOWN_DENSE: 0.12,
     UNKNOWN_EXPERTS: 0.25,
     UNKNOWN: 0.20,
 }
 """Standard deviation of rows of one source, by class; of log seconds. What is most likely (restricted maximum likelihood of the
-variances of all effects, sources and classes) is 0.07 where recomputation alone is assumed, 0.13 for encoders, 0.085 for images
-and 0.20 for experts. Without a framework nobody says which version runs experts, and versions are 1.4 times apart."""
+variances of all effects, sources and classes) is 0.13 for encoders, 0.085 for images and 0.20 for experts. Without a framework
+nobody says which version runs experts, and versions are 1.4 times apart. A class of its own for rows that leave recomputation
+alone open has the same errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -520,7 +520,7 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
 
     def bounded(end: int) -> tuple[Estimate, ...]:
         paid = [bounds[unit.work][end] if unit.work in bounds else price for unit, price in zip(kinds, prices, strict=True)]
-        return tuple(beside_products(problem.model, layout.plan, columns.units, columns.units.each(paid)))
+        return tuple(beside_products(problem.model, costs, layout.plan, columns.units, columns.units.each(paid)))
 
     low, high = bounded(0), bounded(1)
     rows = np.array([medians_s(low), medians_s(high)])

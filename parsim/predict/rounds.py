@@ -20,6 +20,7 @@ from statistics import fmean
 import numpy as np
 
 from parsim.costs.communication.algorithms import exchange_seconds
+from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, medians_s, sample_durations_s
 from parsim.engines import static
 from parsim.engines.program import Part, Program, carried_by_steps, mean_step_s, unrolled
@@ -40,12 +41,15 @@ from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 # Tensor-parallel communication beside products.
 #
-# With `Plan.tensor_overlap` an all_gather or reduce_scatter over n shards runs in n pieces. While one piece is sent, the
-# product of another runs, so of its T seconds at most n - 1 pieces hide behind a product of m seconds:
+# With `Plan.tensor_overlap` an all_gather or reduce_scatter of T seconds over n shards runs in n pieces beside products of m
+# seconds, whose rows are cut alike. A shard has the first piece that it gathers, so no gathering is exposed while products take
+# longer. The last piece of a sum is, in the forward. In the backward sums run whole, beside the gradient of a weight:
 #
-#     exposed = max(T / n, T - (n - 1) / n * m)
+#     gathering = max(0, T - (n - 1) / n * m)        sums = mean of  max(T / n, T - (n - 1) / n * m)  and  max(0, T - m)
 #
-# m is the mean forward of the plan's cut components with products. Source: what Transformer Engine calls tp_comm_overlap.
+# m is the mean forward of the plan's cut components with products. Products in pieces fill the device less: all of a layer's in
+# the forward, and towards the inputs those that are cut by rows. Source: methods of initialize_ub in NVIDIA/TransformerEngine
+# transformer_engine/pytorch/module/base.py (ring_exchange, pipeline, bulk).
 #
 # With `Plan.tensor_backward_overlap` the gradient of the input of a product that is cut by columns is summed over the shards
 # (all_reduce or reduce_scatter) beside the gradient of its weight, w seconds, taken to be those of its forward:
@@ -56,19 +60,23 @@ from parsim.work import Collective, Compute, Phase, SendRecv, Work
 # ColumnParallelLinearWithAsyncAllreduce and ColumnParallelLinearWithSequenceParallelism, NVIDIA/Megatron-LM
 # megatron/mpu/layers.py @02bb1f5c86fc.
 #
-# Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that communication takes
-# from products; in pieces, sums (all_reduce), which no product waits for piece by piece; beside gradients of weights,
-# components that were measured as a whole, whose products are not known apart: they hide nothing.
+# Leaves out: the multiprocessors that communication takes from products; in pieces, sums (all_reduce), which no product waits
+# for piece by piece; beside gradients of weights, components that were measured as a whole, whose products are not known
+# apart: they hide nothing.
 
 
 IN_PIECES = ("all_gather", "reduce_scatter")
 SUMS = ("all_reduce", "reduce_scatter")
 
 
-def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
+def beside_products(
+    model: Model, costs: Costs, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]
+) -> list[Estimate]:
     """Estimates of a program's units with tensor-parallel communication as far as products do not hide it."""
     if not (plan.tensor_overlap or plan.tensor_backward_overlap):
         return list(estimates)
+    if plan.tensor_overlap:
+        estimates = [_in_pieces(costs, plan.mesh.tp, unit, estimate) for unit, estimate in zip(units, estimates, strict=True)]
     column_share = {component.name: _column_share(component) for component in model.components}
     forwards = [
         (unit.work.component, estimate)
@@ -86,7 +94,7 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
         again = sum(name in cut for names in plan.segments for name in names) / max(1, len(cut))
         backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
 
-        def share_of(seconds: float) -> float:
+        def share_of(operation: str, seconds: float) -> float:
             return 1 - backward * fmean(min(1.0, each / seconds) for each in beside_s)
 
     else:
@@ -96,27 +104,41 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
         beside_s = [estimate.median_s for name, estimate in forwards if name in products]
         product_s = fmean(beside_s or [0.0])
 
-        def share_of(seconds: float) -> float:
-            return max(1 - hidden, 1 - hidden * product_s / seconds)
+        def share_of(operation: str, seconds: float) -> float:
+            gathered = max(0.0, 1 - hidden * product_s / seconds)
+            if operation == "all_gather":
+                return gathered
+            return fmean((max(1 - hidden, gathered), max(0.0, 1 - product_s / seconds)))
 
     if not beside_s:
         return list(estimates)
 
-    def exposed(estimate: Estimate) -> Estimate:
-        term = Term("exposed share", "times", share_of(estimate.median_s), "assumed", detail)
+    def exposed(operation: str, estimate: Estimate) -> Estimate:
+        term = Term("exposed share", "times", share_of(operation, estimate.median_s), "assumed", detail)
         return replace(estimate.then(term), detail=f"{estimate.detail}; {detail}")
 
     tp = plan.mesh.tp
     return [
-        exposed(estimate) if estimate.median_s and _among_shards(unit.work, tp, operations) else estimate
+        exposed(unit.work.operation, estimate)
+        if isinstance(unit.work, Collective) and estimate.median_s and _among_shards(unit.work, tp, operations)
+        else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
+
+
+def _in_pieces(costs: Costs, pieces: int, unit: Unit, estimate: Estimate) -> Estimate:
+    """Computation with its products in pieces of rows, between which a shard sends and receives."""
+    work = unit.work
+    if not isinstance(work, Compute) or work.ways == 1 or work.part not in ("", "rest") or not estimate.median_s:
+        return estimate
+    times = costs.in_pieces(work, unit.rank, pieces)
+    return estimate if times == 1 else estimate.then(Term("pieces", "times", times, "fitted", f"products in {pieces} pieces"))
 
 
 def least_exposed(work: Work, tp: int, switches: Mapping[str, bool]) -> float:
     """The share of any work that products cannot hide, at least, whatever the plan: all of what is not among all tp ranks."""
     if switches.get("tensor_overlap") and _among_shards(work, tp, IN_PIECES):
-        return 1 / tp
+        return 1 / (2 * tp) if _among_shards(work, tp, SUMS) else 0.0
     return 1 / 2 if switches.get("tensor_backward_overlap") and _among_shards(work, tp, SUMS) else 1.0
 
 
@@ -366,7 +388,9 @@ def priced_units(
 
     Leaves out, on machines without a link model, what messages of one round cost one another.
     """
-    estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
+    estimates = beside_products(
+        problem.model, problem.costs(plan.world_size), plan, units, problem.price_units(units, plan.mesh)
+    )
     rule, cluster = plan.synchronisation, problem.cluster
     if rule.kind != "gossip" or cluster.profile.communication.link_model is None:
         return estimates

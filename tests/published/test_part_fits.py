@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,29 +78,36 @@ def test_a_burst_is_faster_only_while_it_is_short() -> None:
     assert gain[np.argmax(rows.flop)] < 1.03
 
 
-def test_bursts_alone_take_the_gain_that_others_of_the_family_show() -> None:
-    """One chip is known by both kinds of rows, another by bursts alone, which a fit by itself takes for sustained."""
-    from tools.parts.catalog import GPUS
+@pytest.mark.parametrize("limits", [{}, {"b200": 1000.0, "gb200": 1200.0, "b300": 1400.0}])
+def test_bursts_alone_take_the_gain_that_others_of_the_family_show(limits: dict[str, float]) -> None:
+    """Two boards are known by both kinds of rows, another by bursts alone, which a fit by itself takes for sustained.
+
+    What a burst gains falls with the limit of power: the logarithm of the gain is linear in that of the watts.
+    """
     from tools.parts.gpus import fit_all
 
     rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
     long = replace(rows, rows=16 * rows.rows, sustained=1 + 0 * rows.sustained)
     short = replace(long, sustained=0 * rows.sustained)
-    truth = {**TRUTH, "burst_gain": 1.25, "burst_s": 1.0}
-    sustained, bursts = (replace(some, seconds=products.predicted(some, CHIP, truth)) for some in (long, short))
-    both = products.Products(
-        *(
-            np.concatenate([getattr(sustained, name), getattr(bursts, name)])
-            for name in ("rows", "columns", "depth", "problems", "size_bytes", "seconds", "sustained")
-        ),
-        source=("made-pow",) * len(sustained) + ("made-burst",) * len(bursts),
-    )
-    data = {"b200": both, "b300": bursts}
+
+    def truth(name: str) -> dict[str, float]:
+        gain = 1.25 * (limits[name] / 1000) ** -0.6 if limits else 1.25
+        return {**TRUTH, "burst_gain": gain, "burst_s": 1.0}
+
+    def timed(name: str, *pieces: products.Products) -> products.Products:
+        columns = ("rows", "columns", "depth", "problems", "size_bytes", "sustained")
+        joined = {column: np.concatenate([getattr(piece, column) for piece in pieces]) for column in columns}
+        source = tuple("made-pow" if some else "made-burst" for some in joined["sustained"])
+        whole = products.Products(**joined, seconds=joined["rows"], source=source)
+        return replace(whole, seconds=products.predicted(whole, CHIP, truth(name)))
+
+    bursts = timed("b300", short)
+    data = {"b200": timed("b200", long, short), "gb200": timed("gb200", long, short), "b300": bursts}
     empty = bursts.where(np.zeros(len(bursts), dtype=bool))
-    assert products.untold(both) == ()
+    assert products.untold(data["b200"]) == ()
     assert [products.NAMES[number] for number in products.untold(bursts)] == ["burst_gain", "burst_s"]
 
-    def fitted(untold: bool) -> float:
+    def fitted(**values: Any) -> float:
         found = fit_all(
             products.BASE,
             lambda gpu: data.get(gpu.name, empty),
@@ -108,15 +116,18 @@ def test_bursts_alone_take_the_gain_that_others_of_the_family_show() -> None:
             products.judge,
             lambda *_: {},
             lambda rows: np.asarray(rows.flop),
-            **({"untold": products.untold} if untold else {}),
+            **values,
         )
         assert {gpu.name for gpu in GPUS} > set(found)
         large = long.where(long.flop > 1e11)
-        told, true = (products.predicted(large, CHIP, some) for some in (found["b300"].parameters, truth))
+        told, true = (products.predicted(large, CHIP, some) for some in (found["b300"].parameters, truth("b300")))
         return float(np.median(told / true))
 
-    assert fitted(untold=True) == pytest.approx(1, abs=0.03)
-    assert fitted(untold=False) < 0.97
+    assert fitted(untold=products.untold, watts=limits) == pytest.approx(1, abs=0.03)
+    if limits:
+        assert fitted(untold=products.untold) > 1.05
+    else:
+        assert fitted() < 0.97
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ each GPU out that has rows: its errors under the prior of the others stand under
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +53,11 @@ class Family:
 
     Attributes:
         base: prior where no GPU is known. fits: by GPU, the logarithms. untold: by GPU, the parameters that its own rows cannot
-            tell, by number.
+            tell, by number. limits: by GPU, watts of its board.
     """
 
     base: Prior
+    limits: Mapping[str, float] = field(default_factory=dict)
     fits: dict[str, Array] = field(default_factory=dict)
     untold: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -75,14 +77,19 @@ class Family:
         return self.held(gpu, pooled([self.fits[name] for name in donors], self.base.names, self.base)), donors
 
     def held(self, gpu: CatalogGpu, prior: Prior) -> Prior:
-        """The prior with what the GPU's rows cannot tell held at the mean of those that tell it: of its family, else of all."""
+        """The prior with what the GPU's rows cannot tell held at what those that tell it have: of its family, else of all.
+
+        It is how far a burst is above the limit of power, so a family with boards of several limits gives a line over them.
+        """
         mean, sigma = prior.mean.copy(), prior.sigma.copy()
         for number in self.untold.get(gpu.name, ()):
             tell = [other for other in self.lenders(gpu) if number not in self.untold[other.name]]
-            near = [other for other in tell if other.family == gpu.family] or tell
-            if near:
-                mean[number] = np.mean([self.fits[other.name][number] for other in near])
-                sigma[number] = HELD_SIGMA
+            near = [other for other in tell if other.family == gpu.family]
+            if values := [self.fits[other.name][number] for other in near or tell]:
+                mean[number], sigma[number] = np.mean(values), HELD_SIGMA
+            watts = [math.log(self.limits.get(board.name, 1.0)) for board in (*near, gpu)]
+            if len(set(watts[:-1])) > 1 and all(watts):
+                mean[number] = np.polyval(np.polyfit(watts[:-1], values, 1), watts[-1])
         return Prior(prior.names, mean, sigma)
 
 
@@ -126,11 +133,12 @@ def fit_all(
     leave_out: Callable[[Any, Chip, Prior], dict[str, Errors]],
     flop_of: Callable[[Any], Array],
     untold: Callable[[Any], tuple[int, ...]] = lambda _: (),
+    watts: Mapping[str, float] | None = None,
 ) -> dict[str, Fitted]:
     """Fit one kind of kernel for every GPU that has a peak of its precision. base: prior where nothing is known. untold:
-    numbers of the parameters that rows cannot tell."""
+    numbers of the parameters that rows cannot tell. watts: of boards, at most."""
     data = {gpu.name: rows_of(gpu) for gpu in GPUS if chip(gpu) is not None}
-    family = Family(base, untold={name: untold(rows) for name, rows in data.items()})
+    family = Family(base, limits=watts or {}, untold={name: untold(rows) for name, rows in data.items()})
     for gpu in sorted(GPUS, key=lambda gpu: bool(family.untold.get(gpu.name))):  # those that tell everything first
         own = chip(gpu)
         if own is not None and len(data[gpu.name]):
@@ -250,6 +258,7 @@ def _product_fits(
         leave_out,
         lambda rows: np.asarray(rows.flop),
         products.untold,
+        {name: float(row["tdp_w"]) for name, row in peaks.items() if row["tdp_w"]},
     )
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in fitted.items():

@@ -171,6 +171,33 @@ class ComputeCosts:
         detail = f"{share:.0%} of {whole.detail}"
         return _with_term(whole, term, *spread, detail=detail, issue_s=share * whole.issue_s)
 
+    def in_pieces(self, work: Compute, component: Component, device: Device, pieces: int) -> float:
+        """How many times as long a shard takes whose products run in pieces of their rows.
+
+        Products that are cut by columns do in the forward, and those cut by rows in the forward and towards their inputs.
+        """
+        sharding, shard = component.sharding(work.rule), narrow(component, work.rule, work.ways)
+        phase = Phase.BACKWARD_INPUT if work.phase is Phase.BACKWARD else work.phase
+        cuts = {cut.number: cut.dim for cut in sharding.operators}
+        dims = ("k",) if phase in HALVES else ("k", "n")
+        model = self.operator_model(device.type)
+
+        def seconds(operators: Sequence[Operator], phase: Phase) -> float:
+            request = ComputeRequest(component=replace(shard, operators=tuple(operators)), phase=phase, samples=work.samples)
+            return model.seconds(request)
+
+        products = [
+            operator
+            for number, operator in enumerate(shard.operators)
+            if operator.kind == "matmul" and operator.batch == "rows" and cuts.get(number) in dims
+        ]
+        if phase is Phase.BACKWARD_WEIGHT or not products:
+            return 1.0
+        counted = shard.operators if not work.part else operators_by_part(shard)[work.part]
+        products = [operator for operator in products if operator in counted]
+        more_s = seconds([_in_rows(operator, pieces) for operator in products], phase) - seconds(products, phase)
+        return 1.0 + max(0.0, more_s) / (seconds(counted, work.phase) or 1.0)
+
     def optimizer(self, work: OptimizerStep, device: Device, *, calls: int = 1) -> Estimate:
         """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where the numerics do.
 
@@ -297,6 +324,19 @@ class ComputeCosts:
         for point in self.profile.compute.components:
             points.setdefault((point.fingerprint, point.phase, point.device_type, point.precision), []).append(point)
         return points
+
+
+def _in_rows(operator: Operator, pieces: int) -> Operator:
+    """A product as so many of a part of its rows."""
+    shape = tuple((name, max(1, size // pieces) if name == "m" else size) for name, size in operator.shape)
+    bytes_of_piece = operator.activation_bytes // pieces
+    return replace(
+        operator,
+        shape=shape,
+        forward_flop=operator.forward_flop / pieces,
+        activation_bytes=bytes_of_piece,
+        count=operator.count * pieces,
+    )
 
 
 def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
