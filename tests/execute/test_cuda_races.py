@@ -205,19 +205,6 @@ def test_two_reads_are_no_race() -> None:
     assert not driver.errors
 
 
-def test_a_planted_race_of_two_streams() -> None:
-    """The stand-in itself: a write on one stream, a read on another, with the event and without."""
-    for skipped, wanted in ((frozenset({0}), 1), (frozenset(), 0)):
-        driver = VirtualDriver(skipped_waits=skipped)
-        streams = CudaStreams(driver)
-        with driver.watch_tensors():
-            value = torch.zeros(4)
-            streams.submit(1, "dp", [0], lambda value=value: value.add_(1))
-            streams.compute(0, COMPUTE, [], lambda value=value: value.mul_(2))
-            streams.finish()
-        assert len(driver.errors) == wanted
-
-
 # Ranks of plans issue their tasks in the simulated order, and they overlap as simulated: with torch's fake process group.
 
 ENDS_WITHIN = 1e-9

@@ -20,8 +20,6 @@ from parsim.model.trace.memory import LiveBytes
 from parsim.plans.layouts import BATCH, PIECES, REPLICATE, Placement, ValueLayout, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.program.passes.gradients import counted_by
-from parsim.program.placed import PlanIndex
 from tests.execute.rank_states import (
     GPT,
     MLP,
@@ -335,14 +333,3 @@ def test_a_checkpoint_moves_between_group_sizes(tmp_path: Path, stage: int) -> N
             rank.load(state)
         state = saved(ranks, tmp_path / str(number))
     assert_same_state(state, random_state(SMALL_MLP))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "mesh", [GROUPS, Mesh(dp=8, dp_shard=4), Mesh(dp=8, dp_shard=2), Mesh(pp=2, dp=4, dp_shard=2)], ids=str
-)
-def test_every_gradient_counts_once_in_the_norm(mesh: Mesh, stage: int) -> None:
-    model = load_model(SMALL_MLP)
-    layout = PlanIndex(even_plan(SMALL_MLP, mesh, zero=stage), model)
-    counted = sum(part.elements for rank in range(mesh.size) for part in counted_by(layout, rank))
-    assert counted == sum(parameter.elements for parameter in model.parameters)

@@ -380,17 +380,6 @@ def test_everything_is_queued_behind_the_hold_and_read_after_the_device_has_ende
     assert device.asked == ["synchronize", "hold", "record", *queued, *queued, "synchronize"]
 
 
-def test_a_clock_without_a_hold_would_measure_the_launches() -> None:
-    """What the stand-in is for: the same kernels between two events, without a hold, take what their launches take."""
-    device = VirtualDriver(launch_s=50e-6)
-    start = device.mark()
-    for _ in range(10):
-        device.launch(1e-6)
-    end = device.mark()
-    device.synchronize()
-    assert device.elapsed_s(start, end) == pytest.approx(10 * 50e-6 + 1e-6)
-
-
 def test_a_hold_that_was_too_short_is_followed_by_a_longer_one() -> None:
     device = VirtualDriver(launch_s=1e-3)
     found = timed_groups(device, [Group([device.kernel(1e-6)] * 20)])

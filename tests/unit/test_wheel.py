@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.special import betaincinv, log_ndtr, ndtri_exp
+from scipy.special import log_ndtr, ndtri_exp
 from strategies import task_graphs
 
 from parsim.app.doctor import examine
-from parsim.costs.history import clopper_pearson
 from parsim.engines import kernels, noise
 from parsim.engines.static import compile_graph
 from parsim.errors import EXTRA_OF, MissingDependencyError, require
@@ -154,15 +153,6 @@ def test_what_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     for package, extra in EXTRA_OF.items():
         with pytest.raises(MissingDependencyError, match=re.escape(f"pip install 'parsim[{extra}]'")):
             require(package, "this")
-
-
-@given(st.integers(0, 60), st.integers(1, 60))
-@settings(max_examples=50, deadline=None)
-def test_the_exact_interval_of_a_share_is_scipys(successes: int, more: int) -> None:
-    trials = successes + more
-    low, high = clopper_pearson(successes, trials)
-    assert low == pytest.approx(betaincinv(successes, trials - successes + 1, 0.025) if successes else 0.0, rel=1e-9)
-    assert high == pytest.approx(betaincinv(successes + 1, trials - successes, 0.975), rel=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 1000, 10**6])
