@@ -150,24 +150,6 @@ def normalised_offload(offload: ActivationOffload, components: Sequence[str]) ->
     return len(chosen) == len(components) or (chosen or False)
 
 
-def check_offload(*, optimizer: bool, activations: bool, halves: bool, segments: bool, relaxed: bool) -> None:
-    """Raise PlanError where a plan has something that offload does not go with: halves of backwards, segments, or relaxed
-    synchronisation."""
-    if (optimizer or activations) and relaxed:
-        key = "optimizer_offload" if optimizer else "activation_offload"
-        raise PlanError(f"{key} belongs to synchronous training, and the plan's synchronisation is another; drop one of them")
-    if activations and halves:
-        raise PlanError(
-            "activation_offload fetches what one whole backward needs, and the pipeline order runs backwards in halves; use "
-            "1f1b, gpipe or interleaved, or drop activation_offload"
-        )
-    if activations and segments:
-        raise PlanError(
-            "activation_offload copies what single components keep, and segments keep what enters several; list components in "
-            "recompute instead of segments, or drop activation_offload"
-        )
-
-
 MOST_MICROBATCHES = 10**4
 """Each is simulated: ten times as many took a search of a small model 9 GB and more than 97 CPU seconds."""
 MOST_SAMPLES = 2**40
@@ -348,13 +330,7 @@ class Plan:
         if self.context_exchange != "ring" and self.mesh.cp == 1:
             raise PlanError(f"context_exchange = {self.context_exchange!r} belongs to mesh.cp > 1, and cp is 1; drop it")
         object.__setattr__(self, "activation_offload", normalised_offload(self.activation_offload, self.components))
-        check_offload(
-            optimizer=self.optimizer_offload,
-            activations=bool(self.activation_offload),
-            halves=row.halves,
-            segments=bool(self.segments),
-            relaxed=self.synchronisation.is_relaxed,
-        )
+        self._check_offload()
         self.synchronisation.check(self.mesh, zero_stage=self.zero_stage)
         if self.clip_gradients and self.synchronisation.is_relaxed:
             raise PlanError(
@@ -364,6 +340,23 @@ class Plan:
         if self.synchronisation.is_stale:
             self._check_stale()
         check_batch(self.global_batch, self.mesh, self.microbatches)
+
+    def _check_offload(self) -> None:
+        if self.offloads and self.synchronisation.is_relaxed:
+            key = "optimizer_offload" if self.optimizer_offload else "activation_offload"
+            raise PlanError(
+                f"{key} belongs to synchronous training, and the plan's synchronisation is another; drop one of them"
+            )
+        if self.activation_offload and PIPELINE_ORDERS[self.pipeline_order].halves:
+            raise PlanError(
+                "activation_offload fetches what one whole backward needs, and the pipeline order runs backwards in halves; "
+                "use 1f1b, gpipe or interleaved, or drop activation_offload"
+            )
+        if self.activation_offload and self.segments:
+            raise PlanError(
+                "activation_offload copies what single components keep, and segments keep what enters several; list components "
+                "in recompute instead of segments, or drop activation_offload"
+            )
 
     def _check_stale(self) -> None:
         """In every step each stage works on one batch, and keeps those of which the backward is still to come."""
