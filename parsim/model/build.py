@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from parsim.model.runnable import Runnable
+    from parsim.model.trace.repeats import Stack
 
 
 def require_torch(purpose: str) -> None:
@@ -281,6 +282,7 @@ class Interface:
         output: shape of what the loss reads; () where it reads all that is returned.
         loss: text of an `Objective`, such as "cross_entropy". target: the targets; None where the inputs hold them.
         positional: the only input has no name: `forward` takes *args alone.
+        stacks: lists of layers that repeat, which a trace takes once.
     """
 
     inputs: tuple[ModelInput, ...]
@@ -288,6 +290,7 @@ class Interface:
     loss: str
     target: ModelInput | None
     positional: bool = False
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def objective(self) -> Objective:
@@ -356,10 +359,10 @@ def _settled_interface(spec: ModelSpec, content: str) -> Interface:
     inputs, positional = module_inputs(module, described, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
     batch = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
-    settled = settle_module(
+    settled, stacks = settle_module(
         module, *batch, name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output, example=example
     )
-    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
+    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target, stacks=stacks)
 
 
 def settle_module(
@@ -372,16 +375,18 @@ def settle_module(
     tokens: bool,
     output: str | None,
     example: bool,
-) -> Settled:
-    """What a module trains by, found by one fake forward of a batch, which code that depends on data follows if `example`.
+) -> tuple[Settled, tuple[Stack, ...]]:
+    """What a module trains by, found by one fake forward of a batch, which code that depends on data follows if `example`;
+    and the lists of layers that repeat.
     Raises ModelError: as `settle`, which has the other arguments. TraceError: the forward fails."""
     from parsim.model.total_loss import output_kinds
     from parsim.model.trace.record import run_recorded
+    from parsim.model.trace.repeats import stacks_of
 
     recording = run_recorded(module, args, kwargs, loss=None, example=example)
     samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
     kinds = output_kinds({name: recording.tensors[number] for name, number in recording.outputs.items()})
-    return settle(name, kinds, samples, objective, tokens=tokens, output=output)
+    return settle(name, kinds, samples, objective, tokens=tokens, output=output), stacks_of(recording, module)
 
 
 def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:

@@ -290,6 +290,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", c
             example=example,
             declared=kind.inputs_in_order,
             counted=counted,
+            stacks=kind.stacks,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )
     notes = (*model.assumptions, *(left_out(spec, module) if is_config(spec.name) else ()))
@@ -359,13 +360,21 @@ def model_from_module(
         args, kwargs = kind.arguments(drawn_batch(takes) if example else zero_batch(takes))
         declared, tokens = kind.inputs_in_order, kind.takes_tokens
     objective = parse_objective(loss) if isinstance(loss, str) else loss
-    settled = settle_module(
+    settled, stacks = settle_module(
         module, args, kwargs, name=called, objective=objective, tokens=tokens, output=output, example=example
     )
     with naming_coupled_losses():
         text = str(settled.objective)
         model = model_of(
-            module, args, kwargs, granularity=granularity, name=name, loss=text, example=example, declared=declared
+            module,
+            args,
+            kwargs,
+            granularity=granularity,
+            name=name,
+            loss=text,
+            example=example,
+            declared=declared,
+            stacks=stacks,
         )
     if example_inputs is None:
         kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)

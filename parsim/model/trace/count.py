@@ -662,7 +662,7 @@ class _Counts:
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((_program_key(whole.program), whole.operators, whole.counted_inputs) for whole in (small, large)),
+            *((program_key(whole.program), whole.operators, whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(key.name for key, _ in small.program.state)
         first_state, division = self._once(key, lambda: (state, divide(small, large, self._split, saved, cuttable, logits)))
@@ -781,7 +781,7 @@ def calls_key(program: CallProgram) -> Hashable:
     return calls, program.tensors
 
 
-def _program_key(program: CallProgram) -> Hashable:
+def program_key(program: CallProgram) -> Hashable:
     """Equal for programs that make the same calls on tensors of the same kinds, whatever their values are named."""
     names = {key.name: place for place, (key, _) in enumerate(program.state)}
     return (

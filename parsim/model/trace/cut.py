@@ -204,7 +204,7 @@ def cut(recording: Recording, module: nn.Module, granularity: str, whole: frozen
         intervals = [piece for block in intervals for piece in sublayers(recording, block)]
     intervals = _merge_in_place(recording, intervals)
     _unique_names(intervals)
-    _boundaries(recording, intervals)
+    boundaries(recording, intervals)
     return intervals
 
 
@@ -338,7 +338,7 @@ def _unique_names(intervals: list[CallInterval]) -> None:
         interval.name = name
 
 
-def _boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
+def boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
     """Fill in which values enter and leave each interval.
     Outputs are in the order in which others read them, not in that of their making: a forward may iterate over a set."""
     producer: dict[int, int] = {}

@@ -32,6 +32,7 @@ from parsim.model.trace.cut import CallInterval, cut
 from parsim.model.trace.data_dependent import collapse
 from parsim.model.trace.record import carried, flatten_inputs, kept_note, run_recorded
 from parsim.model.trace.recorder import RecordedOp, Recording, storage_key
+from parsim.model.trace.repeats import Stack, lengthened, shortened
 from parsim.numeric import rare_collections
 from parsim.private import FakeTensor
 
@@ -215,12 +216,27 @@ def model_of(
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
     counted: str = AUTOCAST,
+    stacks: Sequence[Stack] = (),
 ) -> Model:
     """The Model of a module in training mode, whatever the batch of the example inputs.
     `counted`: of `parsim.model.model.COUNTED`.
     `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
-    the order of the forward's arguments; integers that no table has rows for are a ModelError."""
+    the order of the forward's arguments; integers that no table has rows for are a ModelError. `stacks`: layers that repeat."""
     kind = type(module).__name__
+    if stacks:
+        with shortened(module, stacks):
+            short = model_of(
+                module,
+                args,
+                kwargs,
+                granularity=granularity,
+                name=name,
+                loss=loss,
+                source=source,
+                declared=declared,
+                counted=counted,
+            )
+        return lengthened(short, stacks)
     name = name or kind
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
