@@ -325,6 +325,16 @@ LINEAR_LOSSES = ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_b
 CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable")
 EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 
+SCAN_FLOP = 9
+"""Of a selective scan per state of a token: dt a, b (dt x) and c h, and twice the three of (p, q) o (r, s) = (p r, p s + q), since a
+parallel scan combines 2 length pairs.
+
+The backward does three times as many: the scan anew (9), one from the end (6) of c dy (1), and six products that are summed, of
+h, of its gradient g or of g h exp(dt a), for x, dt, a, b and c (12).
+
+Source: A. Gu in state-spaces/mamba issue 110 (9 L N per feature); csrc/selective_scan/selective_scan_fwd_kernel.cuh there.
+"""
+
 TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": OperatorRow() for name in PASSES.split()},
     **{f"aten.{name}": OperatorRow(reads_part=True) for name in ("index", "_unsafe_index", "index_select", "gather", "take")},
@@ -332,9 +342,8 @@ TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": _by_shape(_bmm) for name in ("bmm", "baddbmm", "addbmm")},
     **{f"aten.{name}": _by_shape(_grouped) for name in ("_grouped_mm", "_scaled_grouped_mm")},
     "transformers.grouped_mm_fallback": _by_shape(_grouped),
-    # per state of a token: dt a, times h, dt x b, their sum, times c, summed; the backward makes the states again
     "parsim.selective_scan": OperatorRow(
-        flop=lambda call: 6 * call.first(0).numel() * call.first(2).shape[1], backward_flop=3.0
+        flop=lambda call: SCAN_FLOP * call.first(0).numel() * call.first(2).shape[1], backward_flop=3.0
     ),
     **{f"aten.{name}": _by_shape(_matrix_vector) for name in ("mv", "addmv")},
     **{f"aten.{name}": _by_shape(lambda call: (("m", 1), ("n", 1), ("k", call.first(0).numel()))) for name in ("dot", "vdot")},
