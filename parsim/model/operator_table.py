@@ -326,8 +326,8 @@ CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable")
 EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 
 SCAN_FLOP = 9
-"""Of a selective scan per state of a token: dt a, b (dt x) and c h, and twice the three of (p, q) o (r, s) = (p r, p s + q), since a
-parallel scan combines 2 length pairs.
+"""Of a selective scan per state of a token: dt a, b (dt x) and c h, and twice the three of (p, q) o (r, s) = (p r, p s + q),
+since a parallel scan combines 2 length pairs.
 
 The backward does three times as many: the scan anew (9), one from the end (6) of c dy (1), and six products that are summed, of
 h, of its gradient g or of g h exp(dt a), for x, dt, a, b and c (12).

@@ -25,7 +25,7 @@ from parsim.model.trace.count import program_key
 from parsim.model.trace.cut import CallInterval, boundaries, programs
 from parsim.model.trace.recorder import Recording
 
-Item = TypeVar("Item", Component, Value)
+PartOfModel = TypeVar("PartOfModel", Component, Value)
 
 
 class Stack(NamedTuple):
@@ -171,14 +171,14 @@ def _with_copies(model: Model, stack: Stack) -> Model:
         near = owner is not None and abs(number - owner) <= stack.reach
         return [pattern.sub(f"{stack.path}.{number + each}", name, count=1) for each in ((by,) if near else shifts(number))]
 
-    def copies(items: Iterable[Item]) -> Iterator[tuple[Item, int | None, int]]:
+    def copies(items: Iterable[PartOfModel]) -> Iterator[tuple[PartOfModel, int | None, int]]:
         """Items in their new order: each with its layer, and by how many layers it is moved."""
         for numbers, run in groupby(((item, place(item.name)) for item in items), lambda pair: shifts(pair[1])):
             pairs = list(run)
             yield from ((item, owner, by) for by in numbers for item, owner in pairs)
 
-    def renamed(item: Item, owner: int | None, by: int) -> Item:
-        new: Item = _renamed(item, lambda name: names(name, owner, by)[-1])
+    def renamed(item: PartOfModel, owner: int | None, by: int) -> PartOfModel:
+        new: PartOfModel = _renamed(item, lambda name: names(name, owner, by)[-1])
         return new
 
     components = tuple(renamed(*copy) for copy in copies(model.components))
