@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import GENERIC, SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, yaml_table
+from parsim.formats.recipe import GENERIC, SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, whole_number, yaml_table
 from parsim.formats.scripts import note_hanging, option_values
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
@@ -243,7 +243,11 @@ def read_lightning(source: SourceFile) -> Recipe:
     recipe.optimizer_offload = "offload" in word
     sharding = keys.text(f"{where}strategy.init_args.sharding_strategy").upper()
     recipe.zero = {"SHARD_GRAD_OP": 2, "NO_SHARD": 0, "FULL_SHARD": 3}.get(sharding, recipe.zero)
-    recipe.tp = keys.number(f"{where}strategy.init_args.tensor_parallel_size", default=1)
+    if word == "modelparallelstrategy":  # replicas over nodes, and tensors within one, where it is left open
+        for axis, size, usual in (("dp", "data", str(nodes)), ("tp", "tensor", devices)):
+            key = f"{where}strategy.init_args.{size}_parallel_size"
+            count = usual if keys.text(key, default="auto") == "auto" else keys.text(key)
+            setattr(recipe, axis, whole_number(keys.framework, key, int(count) if count.isdigit() else count, 1))
     if keys.text(f"{where}strategy.init_args.activation_checkpointing_policy", default=""):
         recipe.recompute = "full"
     if litgpt and recipe.processes != 1:

@@ -153,6 +153,7 @@ OLDER_NAMES = {
     "num-key-value-heads": "num-query-groups",
     "ds-sequence-parallel-size": "context-parallel-size",
     "pad-vocab-size-to": "padded-vocab-size",
+    "override-vocab-size": "vocab-size",
     "expert-interval": "moe-layer-freq",
     "max-length": "seq-length",
 }
@@ -997,7 +998,64 @@ def read_nemo(source: SourceFile) -> Recipe:
     return recipe
 
 
+CARD_MARK = re.compile(r"\bWorkloadBaseConfig\(")
+"""Of a table of the settings by which Megatron-Bridge measures its recipes."""
+CARD = re.compile(r"(?P<model>[A-Z0-9_]+?)_(?P<kind>PRETRAIN|SFT|LORA)_CONFIG_(\w+_)?(?P<form>BF16|FP8|NVFP4)(_\w+)?")
+CARD_FORMS: Mapping[str, Mapping[str, Any]] = {"BF16": {}, "FP8": {"fp8": "hybrid"}, "NVFP4": {"fp4_format": "e2m1"}}
+
+
+class _CardReader(Script):
+    """`NAME = replace(OTHER, key=value)`: what each name has in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cards: dict[str, dict[str, Any]] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Name) and isinstance(value, ast.Name) and value.id in self.cards:
+            self.cards[target.id] = self.cards[value.id]
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+            base = next((each.id for each in value.args if isinstance(each, ast.Name)), "")
+            own = {each.arg: self.value(each.value) for each in value.keywords if each.arg is not None}
+            self.cards[target.id] = self.cards.get(base, {}) | own
+
+
+def read_card(source: SourceFile) -> Recipe:
+    """The one setting that a table has. Raises ConfigError: it has none or several."""
+    reader = _CardReader()
+    walk(source, reader)
+    named = {name: form for name in reader.cards if (form := CARD.fullmatch(name)) is not None}
+    if len(named) != 1:
+        listed = first_few(tuple(named)) or "a setting is named MODEL_PRETRAIN_CONFIG_GPU_FORM"
+        raise ConfigError(
+            f"{BRIDGE}: it holds {len(named)} settings ({listed}); keep one of them, with those that it is made of"
+        )
+    ((name, form),) = named.items()
+    keys = {key: value for key, value in reader.cards[name].items() if value is not None}
+    processes, model = keys.pop("num_gpus", 0), form["model"].lower().replace("_", "-")
+    if keys.pop("peft", "none") != "none":
+        raise ConfigError(
+            f"{BRIDGE}: {name} trains adapters, whose rank is in the recipe; ask for {model} with --tune lora:r=N"
+        )
+    divided = keys.get("tensor_model_parallel_size", 1) > 1
+    table = {"dist": {}, "bf16": True, "sequence_parallel": divided, **CARD_FORMS[form["form"]], **keys}
+    recipe = read_yaml(table, model)
+    recipe.framework, recipe.processes, recipe.zero = BRIDGE, processes, max(1, recipe.zero)
+    recipe.missing["model.args.seq"] = f"the length of a sample is in the recipe of {model}"
+    return recipe
+
+
 FORMATS = {
+    "bridge": FileFormat(
+        layouts="tables of WorkloadBaseConfig with one setting",
+        refuses="several settings in one table: keep one; the length of a sample, until --set",
+        what="a table of settings by which Megatron-Bridge measures",
+        tool=BRIDGE,
+        reads="recipe",
+        sniff=marked((".py",), CARD_MARK),
+        read=read_card,
+    ),
     "megatron": FileFormat(
         layouts="scripts with branches, Megatron-SWIFT, MODEL_ARGS tables, NeMo 1, Megatron-Bridge, older names of options",
         refuses="a table of several settings (perf_matrix); sizes that hang on the environment, until --set; unknown degrees",

@@ -242,7 +242,7 @@ def by_weight(keys: Iterable[str]) -> list[str]:
 
 
 DEGREE = re.compile(
-    r"((tensor|pipeline|context|expert|sequence|model|fsdp|ulysses|ring)[a-z]*_?(model_)?parallel[a-z]*(_(size|degree|dim))?"
+    r"((tensor|pipeline|context|expert|sequence|model|data|fsdp|ulysses|ring)[a-z]*_?(model_)?parallel[a-z]*(_(size|degree|dim))?"
     r"|(^|\.)parallelism\.[a-z_]+|(^|[._])(tp|pp|cp|ep|etp|sp)(_(size|degree))?)$"
 )
 """How a key ends that counts ranks of an axis of the mesh."""

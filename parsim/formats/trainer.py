@@ -440,7 +440,8 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
         recipe.args["sequence_parallel"] = keys.flag("megatron_lm_config.megatron_lm_sequence_parallelism")
         recipe.zero = 1 if keys.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer") else 0
         recipe.recompute = "full" if keys.text("megatron_lm_config.megatron_lm_recompute_activations") == "full" else "none"
-        keys.text("megatron_lm_config.megatron_lm_num_micro_batches", "megatron_lm_config.megatron_lm_gradient_clipping")
+        for name in ("num_micro_batches", "gradient_clipping"):
+            keys.text(f"megatron_lm_config.megatron_lm_{name}")
     elif kind not in ("NO", "MULTI_GPU"):
         raise ConfigError(f"{ACCELERATE}: distributed_type = {kind} is no training on GPUs that parsim prices")
     table = "parallelism_config.parallelism_config"

@@ -517,6 +517,9 @@ def test_degrees_of_older_releases_of_torchtitan_are_those_of_newer_ones(
 
 
 def test_degrees_that_are_not_known_or_contradict_one_another_are_errors() -> None:
+    keys = FileKeys("a tool", {"data_parallel_dim": 2})
+    with pytest.raises(ConfigError, match="data_parallel_dim = 2 is a degree of parallelism"):
+        keys.sort(Recipe(framework="a tool"), left_out={}, ignored=re.compile("seed"))
     for degree in (4, -1):  # -1 is all ranks that are left
         with pytest.raises(ConfigError, match=rf"spectral_parallel_degree = {degree} is a degree of parallelism that"):
             titan(parallelism={"spectral_parallel_degree": degree})
@@ -592,6 +595,36 @@ def nanotron(tmp_path: Path, family: str = "is_llama_config", engine: str = "1f1
     path = tmp_path / "config.yaml"
     path.write_text(NANOTRON.format(family=family, engine=engine, more=more))
     return read_recipe(path)
+
+
+CARDS = """
+BASE_LLAMA3_8B_CONFIG = WorkloadBaseConfig(num_gpus=8, global_batch_size=128)
+LLAMA3_8B_PRETRAIN_CONFIG_H100_BF16 = replace(BASE_LLAMA3_8B_CONFIG, context_parallel_size=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("LLAMA3_8B_PRETRAIN_CONFIG_B200_BF16 = LLAMA3_8B_PRETRAIN_CONFIG_H100_BF16", "holds 2 settings"),
+        ("LLAMA3_8B_PRETRAIN_CONFIG_H100_BF16 = replace(BASE_LLAMA3_8B_CONFIG, peft='lora')", "--tune lora:r=N"),
+    ],
+)
+def test_a_table_of_megatron_bridge_has_one_setting(more: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cards.py"
+    path.write_text(CARDS)
+    recipe = read_recipe(path)
+    assert (recipe.model, recipe.cp, recipe.processes, recipe.training["precision"]) == ("llama3-8b", 2, 8, "bf16")
+    path.write_text(CARDS + more)
+    with pytest.raises(ConfigError, match=message):
+        read_recipe(path)
+
+
+def test_nemo_names_a_vocabulary_that_is_not_of_its_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "nemo.yaml"
+    text = (FILES / "nemo_gpt.yaml").read_text()
+    path.write_text(re.sub(r"\bvocab_size: \d+", "override_vocab_size: 256000", text))
+    assert read_recipe(path).args["vocab"] == 256000
 
 
 def test_a_file_of_nanotron(tmp_path: Path) -> None:
