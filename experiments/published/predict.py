@@ -147,7 +147,7 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
             break
         if asked.framework.spares_layers:
             found = with_memory_of(found, question_of(row, more, without=without, known=known))
-            text = f"activations of {share} layers are on the host or made again by single modules, at no cost"
+            text = f"activations of {share} layers are on the host, in 8 bits or made again by single modules, at no cost"
             asked = replace(asked, lacks=(*lacks, text))
             continue
         asked = question_of(row, more, without=without, known=known)

@@ -281,6 +281,25 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
 
 
 @pytest.mark.slow
+def test_adapters_of_mlperf_keep_activations_in_8_bits_before_they_recompute() -> None:
+    values = {
+        "hardware": "DGX-B200",
+        "model": "Llama2-70B LoRA",
+        "gpus": "8",
+        "layers": "",
+        "hidden": "",
+        "heads": "",
+        "seq": "",
+    }
+    values |= {"global_batch": "8", "micro_batch": "", "tp": "", "pp": "", "dp": "", "notes": "LoRA rank 16", "recompute": ""}
+    found = predict(row_of(row(**values, id="mlperf-lora-x", precision="fp8")), raw=True)
+    assert "in 8 bits" in found.why
+    assert found.answer is not None
+    assert found.answer.step_s == answer(question_of(found.row)).step_s
+    assert (found.fit_probability or 0.0) > 0.5
+
+
+@pytest.mark.slow
 def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
     """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
     values = {

@@ -184,8 +184,8 @@ class Framework:
         kernels: a row of `KERNELS`. uncompiled: likewise, without torch.compile; "": the same.
         recompute: by default. alternate: selective recomputation is that of every second layer.
         early_stop: as in `Software`. repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at
-            once. spares_layers: where a plan would not fit, activations go to the host or single modules run again, never
-            whole layers.
+            once. spares_layers: where a plan would not fit, activations go to the host or into 8 bits, or single modules run
+            again, never whole layers.
         zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
         bucket_bytes: of gradients. optimizer: one kernel, or a few per array. one_array: it goes from array to array, so it
             holds temporary copies of one at a time. remainders: of master weights only what those in bf16 lack is kept.
