@@ -19,8 +19,8 @@ from parsim.errors import ConfigError, ImportedFileError, first_few
 from parsim.files import parse_json, write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.imports import RunKeys
-from parsim.formats.recipe import PlannedRecipe
-from parsim.formats.source import SNIFFED, FileFormat, SourceFile, finite, listed, shown
+from parsim.formats.recipe import DEGREE, PlannedRecipe
+from parsim.formats.source import NEOX_MARKS, SNIFFED, FileFormat, SourceFile, finite, listed, shown
 from parsim.plans.plan import NONE
 
 AUTO = "auto"
@@ -321,6 +321,11 @@ def _judge(path: str, value: object, run: RunKeys) -> None:
     feature = next((prefix for prefix in prefixes if prefix in MATTERS), None)
     inner = value if isinstance(value, dict) else {}
     is_off = value in (None, False, {}, 0) or inner.get("enabled") is False or inner.get("device") == "none"
+    if feature is None and DEGREE.search(path) and isinstance(value, int) and value > 1:
+        raise ImportedFileError(
+            f"{shown(path)} = {value} is a degree of parallelism that is not read here; set it to 1, and plan.mesh in the run "
+            "file"
+        )
     if feature is None:
         run.warnings.append(f"{shown(path)} = {shown(value)} is not known to parsim, and may matter")
     elif is_off != (feature == OVERLAP):
@@ -435,7 +440,7 @@ def _sniff(source: SourceFile) -> bool:
     except ValueError:  # JSONDecodeError is one
         return False
     typical = {*BATCH_KEYS, "zero_optimization", "fp16", "bf16", "zero_allow_untested_optimizer", "steps_per_print"}
-    return isinstance(document, dict) and bool(typical & set(document))
+    return isinstance(document, dict) and bool(typical & set(document)) and not NEOX_MARKS & set(document)
 
 
 FORMATS = {

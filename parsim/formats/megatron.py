@@ -37,7 +37,7 @@ from parsim.formats.recipe import (
     yaml_table,
 )
 from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, option_values, options_of, overrides_of, path_of, walk
-from parsim.formats.source import FileFormat, SourceFile, marked
+from parsim.formats.source import NEOX_MARKS, FileFormat, SourceFile, marked
 from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES
@@ -884,8 +884,6 @@ STARTS = re.compile(
 )
 """Of a script that gives the options of Megatron-LM."""
 ENCODERS = re.compile(r"\bpretrain_(bert|t5|ict|retro|vision\w*|vlm)\.py")
-NEOX_MARKS = frozenset({"pipe_parallel_size", "no_weight_tying", "gpt_j_residual"})
-"""Keys that of all tools' YAML files only those of GPT-NeoX have."""
 
 
 def _sniff(source: SourceFile) -> bool:

@@ -27,6 +27,8 @@ from parsim.units import format_bytes, printable
 
 MOST_BYTES = 2**29
 """Size of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
+NEOX_MARKS = frozenset({"pipe_parallel_size", "no_weight_tying", "gpt_j_residual"})
+"""Keys that only files of GPT-NeoX have, which are YAML, often in the form of JSON, with DeepSpeed's keys among theirs."""
 SNIFFED = 2_000_000
 """Bytes at the beginning of a file by which it is recognised."""
 _CHUNK = 2**20

@@ -16,7 +16,7 @@ from parsim.errors import ConfigError
 from parsim.formats.megatron import read_script
 from parsim.formats.recipe import FileKeys, Recipe, by_weight, is_framework_file, read_recipe, yaml_table
 from parsim.formats.scripts import expanded, options_of
-from parsim.formats.source import SourceFile
+from parsim.formats.source import SourceFile, read_source
 from parsim.formats.torchtitan import read_toml
 from tools.reader_matrix import PAGE, differences, page, samples
 
@@ -595,6 +595,13 @@ def nanotron(tmp_path: Path, family: str = "is_llama_config", engine: str = "1f1
     path = tmp_path / "config.yaml"
     path.write_text(NANOTRON.format(family=family, engine=engine, more=more))
     return read_recipe(path)
+
+
+def test_a_file_of_neox_that_is_json_is_none_of_deepspeed(tmp_path: Path) -> None:
+    """Its keys are also DeepSpeed's: `zero_optimization`, `train_micro_batch_size_per_gpu`."""
+    path = tmp_path / "neox.yml"
+    path.write_text(json.dumps(yaml_table(read_source(FILES / "neox_20b.yml")), indent=1))
+    assert read_recipe(path).settings(96) == read_recipe(FILES / "neox_20b.yml").settings(96)
 
 
 CARDS = """

@@ -423,6 +423,7 @@ def test_the_cluster_of_the_run_file_tells_deepspeed_s_microbatches(tmp_path: Pa
         ({"fp16": {"enabled": True}}, "both enabled"),
         ({"train_batch_size": "many"}, "train_batch_size = many must be a whole number"),
         ({"optimizer": 3}, "must be a table"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2 is a degree of parallelism"),
     ],
 )
 def test_a_deepspeed_config_that_contradicts_itself_is_refused(change: dict[str, object], said: str) -> None:
