@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.adaptive.fitted import CONSTANTS, bandwidth_rows, choice_rows, constants_rows, fitted_rows
-from experiments.adaptive.honest import problem_of, scaling_rows, table_rows
+from experiments.adaptive.honest import problem_of, reduction_rows, scaling_rows, table_rows
 from experiments.adaptive.learning import CURVE_STEPS, SEEDS, STEPS, curve_rows, learning_rows
 from experiments.adaptive.paper import BATCH_PER_GPU, GPUS, MODELS
 from experiments.adaptive.region import BATCHES, LINKS, region_rows
@@ -31,7 +31,7 @@ def made(part: str, quick: bool, seeds_kept: Path) -> Tables:
     """The tables of one part."""
     if part == "table":
         scaling, fitted = scaling_rows((1, 8) if quick else (1, 2, 4, 8)), fitted_rows()
-        tables = {"table": table_rows(scaling, fitted), "scaling": scaling, "fit": fitted}
+        tables = {"table": table_rows(scaling, fitted), "scaling": scaling, "fit": fitted, "reduction": reduction_rows()}
         return tables | {"choices": choice_rows(), "constants": constants_rows()}
     if part == "reading":
         return {"reading": reading_rows()}

@@ -14,8 +14,11 @@ from parsim.model.formats import Numerics
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
+from parsim.search.by_hand import custom_plan
 from parsim.search.search import search
 
 PROFILE = "dgx1-v100-32gb"
@@ -78,6 +81,35 @@ def scaling_rows(sizes: tuple[int, ...]) -> list[Row]:
                     }
                     rows.append(row)
                     print(*list(row.values())[:5], file=sys.stderr, flush=True)
+    return rows
+
+
+WAYS = {"DDP": 25, "Horovod": 128}
+"""MiB of gradients that one all_reduce sums: torch's bucket_cap_mb, and Horovod's fusion buffer since 0.21, by default."""
+
+
+def reduction_rows() -> list[Row]:
+    """Data parallelism on eight GPUs as DDP and as Horovod sum gradients, beside the fastest dp plan and the adaptive one."""
+    rows = []
+    for name in MODELS:
+        problem = problem_of(name, GPUS, GPUS * BATCH_PER_GPU)
+        ways = {
+            way: evaluate(problem, custom_plan(problem, Mesh(dp=GPUS), bucket_bytes=size << 20), samples=0).result
+            for way, size in WAYS.items()
+        }
+        best = best_of_each(name, GPUS)
+        for way, result in (ways | {"fastest dp": best["dp"], "adaptive": best["adaptive"]}).items():
+            rows.append(
+                {
+                    "model": name,
+                    "way": way,
+                    "hours": round(hours_of(result), 4),
+                    "communication": round(result.communication_fraction, 5),
+                    "communication_busy": round(result.communication_busy_fraction, 5),
+                    "memory_gb": round(max(result.peak_memory_bytes) / 1e9, 3),
+                    "plan": result.plan.summary(),
+                }
+            )
     return rows
 
 

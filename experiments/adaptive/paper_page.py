@@ -175,9 +175,22 @@ def table_one(document: Document) -> str:
     return row_table(rows, [*columns, measured, ("verdict", "{verdict}")])
 
 
+REDUCTION_COLUMNS = (
+    ("model", "{model}"),
+    ("gradients summed as", "{way}"),
+    ("hours of 100 epochs", "{hours:.3f}"),
+    ("exposed communication", "{communication:.2%}"),
+    ("all communication", "{communication_busy:.2%}"),
+    ("peak memory, GB", "{memory_gb:.1f}"),
+    ("plan", "`{plan}`"),
+)
+
+
 def page(document: Document, text: str) -> str:
-    """docs/paper.md with the table of this document."""
-    return replaced(text, "<!-- table one: begin -->", "<!-- table one: end -->", table_one(document))
+    """docs/paper.md with the tables of this document."""
+    text = replaced(text, "<!-- table one: begin -->", "<!-- table one: end -->", table_one(document))
+    ways = row_table(document["reduction"], REDUCTION_COLUMNS, words=2)
+    return replaced(text, "<!-- reduction: begin -->", "<!-- reduction: end -->", ways)
 
 
 def main() -> None:

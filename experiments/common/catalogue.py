@@ -210,6 +210,10 @@ CATALOGUE = (
                 quick=("dgx1-v100-32gb", "--quick"),
                 why=FOUR_RANKS,
             ),
+            Part(
+                name="workers_64",
+                question="Which rule reaches an accuracy first on 64 workers, and what would 95% less time need?",
+            ),
         ),
     ),
     Experiment(

@@ -4,10 +4,10 @@
 
 Each PROFILE is one that `parsim calibrate` has measured here; a case takes the one of as many ranks as it has processes. For
 each case `to_target` predicts the seconds of each rule to a test accuracy: simulated seconds per step times steps of virtual
-replicas, over three seeds. Then real processes train by each rule until the mean weights score the target. Every round has a
+replicas, over five seeds. Then real processes train by each rule until the mean weights score the target. Every round has a
 seed that the prediction has not seen. One launch trains all rules of a case and a round in turns. Predictions are kept in
 DIR/predictions.jsonl before the first launch, and launches in DIR/launches.jsonl; the same command goes on behind the last one.
-`workers_64` predicts the same for 64. `--quick` compares nothing, so any profile will do.
+`--quick` compares nothing, so any profile will do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 import parsim
 from experiments.common.catalogue import ROOT
 from experiments.common.running import part_parser, show
-from experiments.relaxed import workers_64
 from experiments.relaxed.time_to_accuracy_rank import FOUND, Goal
 from parsim.app.answer import Answer
 from parsim.errors import ParsimError
@@ -37,11 +36,11 @@ from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 
-SEEDS = 3
-"""Of the prediction: 0, 1, 2."""
+SEEDS = 5
+"""Of the prediction: 0 to 4."""
 FIRST_SEED = 10
 """Of the first round that is executed."""
-MOST_STEPS = 1000
+MOST_STEPS = 600
 PATIENCE = 2
 """Times the predicted steps after which an executed training is given up."""
 RULES = (
@@ -71,7 +70,7 @@ class Case:
     target: float
     width: int = 64
     batch: int = 32
-    rate: float = 0.02
+    rate: float = 0.005
 
     @property
     def name(self) -> str:
@@ -83,11 +82,12 @@ class Case:
 
 
 CASES = (
-    Case(processes=2, shards="iid", target=0.93),
-    Case(processes=2, shards="label_sorted", target=0.90),
-    Case(processes=4, shards="iid", target=0.93),
-    Case(processes=4, shards="label_sorted", target=0.85),
+    Case(processes=2, shards="iid", target=0.88),
+    Case(processes=2, shards="label_sorted", target=0.85),
+    Case(processes=4, shards="iid", target=0.88),
+    Case(processes=4, shards="label_sorted", target=0.80),
 )
+"""Targets where scores still rise: steps to them differ by 8% between seeds, and by 30% to .93 at four times the rate."""
 
 
 class Record:
@@ -221,14 +221,7 @@ def main() -> None:
         rows = raced(raced_cases, digest, options.out / "quick" if options.quick else options.out, rules, rounds, seeds)
     except (OSError, ParsimError) as error:
         parser.exit(1, f"{error}\n")
-    document = {
-        "profiles": [profile.name for profile in loaded.values()],
-        "rounds": rounds,
-        "rows": rows,
-        "at_64": workers_64.ranked(is_quick=options.quick),
-        "less_time": workers_64.per_step(is_quick=options.quick),
-    }
-    show(document, as_json=options.json)
+    show({"profiles": [profile.name for profile in loaded.values()], "rounds": rounds, "rows": rows}, as_json=options.json)
 
 
 def raced(

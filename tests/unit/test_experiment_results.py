@@ -25,7 +25,7 @@ from experiments.common.page import REFUTED_BY, claims_of, finding_of, judge_of,
 from experiments.memory import run as memory
 from experiments.memory.kinds import ALL
 from experiments.published import v100_published
-from experiments.relaxed import convergence, epoch_averaging, learning, stale_gradients, times
+from experiments.relaxed import convergence, epoch_averaging, learning, stale_gradients, times, workers_64
 from experiments.search import exhaustive
 from parsim.hardware.compose import load_profile
 from tests.published.v100_rows import published_rows
@@ -236,10 +236,12 @@ LONGER: dict[tuple[str, str], Remade] = {
     ("adaptive_parallelism", "scaling"): Remade(
         rows=partial(honest.scaling_rows, (8,)), by=("model", "strategy", "gpus"), without=("speedup",)
     ),
+    ("adaptive_parallelism", "reduction"): Remade(rows=honest.reduction_rows),
     ("adaptive_parallelism", "reading"): Remade(rows=reading_rows),
     ("mixing", "rows"): Remade(
         rows=lambda: [mixing.row("vgg16", "layer", 64, 32.0, "sgd_momentum")], by=("model", "batch", "memory_gib")
     ),
+    ("workers_64", "less_time"): Remade(rows=partial(workers_64.per_step, is_quick=True), by=("network",)),
     ("v100_published", "single_gpu"): Remade(rows=single_gpu_rows),
     ("v100_published", "eight_gpus"): Remade(rows=eight_gpu_rows),
 }

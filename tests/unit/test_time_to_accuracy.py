@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.relaxed import judge, workers_64
+from experiments.relaxed import judge
 from experiments.relaxed import time_to_accuracy as experiment
 from parsim.app.relaxed import Contender, sooner_probability
 from parsim.plans.synchronisation import parse_synchronisation
@@ -51,14 +51,14 @@ def test_pairs_are_told_apart_by_the_stated_doubt() -> None:
     document = {"rows": [each | {"log_deviation": 0.1} for each in rows]}
     apart = [pair.won for pair in judge.pairs(document) if (pair.probability or 0.0) >= judge.TOLD_APART]
     assert apart == [True, True]  # b and c lie within their doubt, and c was sooner
-    assert judge.doubt_at_64(document) == pytest.approx(2.1 / (2.0 / 1.1))  # the second worst of three
+    assert judge.doubt_of_ratios(document) == pytest.approx(2.1 / (2.0 / 1.1))  # the second worst of three
 
 
 def test_an_all_reduce_must_take_so_many_times_the_computation_for_averaging_to_save_95_percent() -> None:
-    ratio = workers_64.needed_ratio(0.95, 625)
+    ratio = judge.needed_ratio(0.95, 625)
     assert ratio is not None
     assert (1.0 + ratio / 625) / (1.0 + ratio) == pytest.approx(0.05)
-    assert workers_64.needed_ratio(0.95, 10) is None  # a round every 10 steps is a tenth of the communication
+    assert judge.needed_ratio(0.95, 10) is None  # a round every 10 steps is a tenth of the communication
 
 
 def test_a_run_of_equal_doubt_is_sooner_with_the_normal_probability() -> None:
