@@ -304,4 +304,4 @@ def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], p
 
 def _step_s(question: Question, guess: Guess, plan: Plan) -> float:
     problem = problem_of(question.sourced(guess=guess))
-    return simulated_step(problem, replace(plan, **problem.plan_settings)).step_s
+    return simulated_step(problem, replace(plan, **problem.plan_settings), fold=True).step_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
 
@@ -146,6 +146,7 @@ class Topology:
         return tuple(sorted(parts, key=len, reverse=True))
 
 
+@lru_cache(maxsize=65536)
 def role_of(end: str) -> str:
     """The role of an endpoint: "gpu" of gpu3, "pcie" of node7/pcie0."""
     return end.rpartition("/")[2].rstrip("0123456789")

@@ -428,8 +428,8 @@ def way_out(shape: NodeShape, link_kind: str, member: int, port: Port) -> tuple[
     """
     device = shape.devices[member]
     path = shape.topology.path(device, port.nic)
-    beside = min(shape.devices, key=lambda other: len(shape.topology.path(other, port.nic)) or math.inf)
-    if any(link.kind == SOCKETS for link in path) and beside != device:
+    if any(link.kind == SOCKETS for link in path):
+        beside = min(shape.devices, key=lambda other: len(shape.topology.path(other, port.nic)) or math.inf)
         direct = shape.topology.path(device, beside, only_kind=link_kind)
         path = (*direct, *shape.topology.path(beside, port.nic)) if direct else path
     rate, latency_s = port.bandwidth_bytes_per_s, port.latency_s
