@@ -12,7 +12,7 @@ from pathlib import Path
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.app.config import THIS_MACHINE, MeshTable, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
-from parsim.app.sections import ClusterSection
+from parsim.app.sections import MOST_STEP_TOKENS, ClusterSection
 from parsim.costs.history import history_path, read_history
 from parsim.costs.loading import UnmeasuredLoading
 from parsim.costs.published import NOTHING_LEARNT, UNKNOWN, Learnt, PublishedRun, learnt_of
@@ -76,6 +76,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
             f"training.tokens = {training.tokens:g}: {model.name} is not a language model, so its samples have no tokens; "
             "give training.samples (--samples N), the samples of all epochs together"
         )
+    _check_step_tokens(model, training.global_batch)
     if plan.mesh is not None:
         check_axes(plan.mesh, cluster.size, by_hand=plan.strategy == "custom")
         if (plan.mesh.tp or 1) > 1 and not plan.placements and not is_transformer(config.model.name):
@@ -120,6 +121,16 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         routing=routing_of(config),
         forbids=forbids_by_pattern(plan.forbid, model, pins),
     )
+
+
+def _check_step_tokens(model: Model, global_batch: int) -> None:
+    """Refuse a batch that counts tokens where it should count samples. Raises ConfigError."""
+    tokens = tokens_per_sample(model)
+    if global_batch * tokens > MOST_STEP_TOKENS:
+        raise ConfigError(
+            f"training.global_batch = {global_batch} samples of {tokens} tokens: {global_batch * tokens:.3g} tokens per step, must be "
+            f"<= {MOST_STEP_TOKENS}; it counts samples, so for {global_batch} tokens give --batch {max(1, global_batch // tokens)}"
+        )
 
 
 def _cut_by_cost(config: Question, model: Model) -> tuple[str, ...]:

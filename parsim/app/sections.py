@@ -35,6 +35,8 @@ from parsim.registry import RowOf, as_key_error
 
 MOST_SAMPLES = 10**9
 """In a batch."""
+MOST_STEP_TOKENS = 2**30
+"""In a batch of a language model. The largest published steps take 6e7 (DeepSeek-V3); more means a batch counted in tokens."""
 MOST_TRAINED = 1e18
 """Tokens or samples of a whole training; the largest so far took less than 1e14."""
 GroupName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]

@@ -20,7 +20,7 @@ import pytest
 import parsim as ps
 from parsim.app.config import load_config, parse_config
 from parsim.app.config_text import RUN_OPTIONS
-from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_TRAINED, REFUSED, TrainingSection
+from parsim.app.sections import MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TRAINED, REFUSED, TrainingSection
 from parsim.cli import main
 from parsim.commands import run as run_command
 from parsim.engines.scenario import check_places, load_scenario, parse_scenario
@@ -778,7 +778,8 @@ def test_the_table_of_limits_is_the_code() -> None:
     told = {name.strip(): int(most) for name, most in re.findall(r"^\| (.*) \| (\d+) \|$", table, re.MULTILINE)}
     (count,) = (entry.le for entry in TrainingSection.model_fields["epochs"].metadata if hasattr(entry, "le"))
     (workers,) = (entry.le for entry in TrainingSection.model_fields["workers"].metadata if hasattr(entry, "le"))
-    own = (MOST_LAYERS, MOST_TOKENS, MOST_DEVICES, MOST_NODES, MOST_SAMPLES, MOST_MICROBATCHES, workers, MOST_TRAINED, count)
+    batch = (MOST_SAMPLES, MOST_STEP_TOKENS, MOST_MICROBATCHES)
+    own = (MOST_LAYERS, MOST_TOKENS, MOST_DEVICES, MOST_NODES, *batch, workers, MOST_TRAINED, count)
     files = (MOST_DIGITS, DEEPEST, LARGEST_BYTES, LARGEST_TOML_BYTES, MOST_YAML_NODES, LONGEST_MESSAGE)
     assert tuple(told.values()) == (*own, *files)
     assert LARGEST_TOML_BYTES == recipe.LARGEST_BYTES

@@ -156,6 +156,12 @@ def test_tokens_of_a_model_without_tokens_are_refused() -> None:
         parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, tokens=1e9)
 
 
+def test_a_batch_counted_in_tokens_is_refused_with_the_samples() -> None:
+    message = r"training\.global_batch = 1000000 samples of 8192 tokens: 8\.19e\+09 tokens per step, .* give --batch 122$"
+    with pytest.raises(ConfigError, match=message):
+        parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=1_000_000)
+
+
 def test_the_default_failure_rate_is_one_in_three_hours_on_16384() -> None:
     assert pytest.approx(3.09, abs=0.01) == DEVICE_MTBF_HOURS / 16_384
 
