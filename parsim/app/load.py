@@ -125,11 +125,12 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
 
 def _check_step_tokens(model: Model, global_batch: int) -> None:
     """Refuse a batch that counts tokens where it should count samples. Raises ConfigError."""
-    tokens = tokens_per_sample(model)
-    if global_batch * tokens > MOST_STEP_TOKENS:
+    sample = tokens_per_sample(model)
+    step = global_batch * sample
+    if step > MOST_STEP_TOKENS:
         raise ConfigError(
-            f"training.global_batch = {global_batch} samples of {tokens} tokens: {global_batch * tokens:.3g} tokens per step, must be "
-            f"<= {MOST_STEP_TOKENS}; it counts samples, so for {global_batch} tokens give --batch {max(1, global_batch // tokens)}"
+            f"training.global_batch = {global_batch} samples of {sample} tokens: {step:.3g} tokens per step, must be <= "
+            f"{MOST_STEP_TOKENS}; it counts samples, so for {global_batch} tokens give --batch {max(1, global_batch // sample)}"
         )
 
 
