@@ -265,7 +265,8 @@ def test_they_are_recorded(module: nn.Module) -> None:
     checks = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(True)
     try:
-        assert_equal_to_module(module, (torch.randn(4, FEATURES),), "block")
+        with torch.jit.optimized_execution(False):  # a scripted function called often gets gradients that round otherwise
+            assert_equal_to_module(module, (torch.randn(4, FEATURES),), "block")
         assert torch.distributions.Distribution._validate_args, "a forward outside checks as before"
     finally:
         torch.distributions.Distribution.set_default_validate_args(checks)

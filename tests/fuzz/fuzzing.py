@@ -461,9 +461,11 @@ def readers(folder: Path) -> list[Reader]:
         """A file of tests/frameworks, planned as it is but for its layers, and with what it lacks."""
         says = json.loads((FRAMEWORKS / "expected.json").read_text())[name]
         nodes = max(says.get("processes", 8), says.get("tp", 1) * says.get("pp", 1)) // 8 or 1
-        given = [] if says.get("model") in SHIPPED else ["model.args.layers=4"]
-        given += ['model.name="gpt2"'] if says.get("model") == "" else []
+        layers = max(4, says.get("pp", 1) * says.get("chunks", 1))
+        given = [] if says.get("model") in SHIPPED else [f"model.args.layers={layers}"]
+        given += ['model.name="gpt2-medium"'] if says.get("model") == "" else []
         given += ['cluster.network="infiniband-400g"'] if nodes > 1 else []
+        given += ["model.args.seq=4096"] if "model.args.seq" in says.get("missing", {}) else []
 
         def read(path: Path) -> object:
             return plan_of(path, f"{8 * nodes}xh100-sxm", global_batch=BATCHES.get(name, 128), overrides=given)
