@@ -7,9 +7,13 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from experiments.common.mixed import choices
+from parsim.hardware.cluster import Cluster
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.plan import Plan, Stage
+from parsim.predict.memory import RankMemory, of_every_rank, unlike_memory
+from parsim.program.placed import PlanIndex
 from parsim.units import divisors
 from tests.models import sharded_model
 
@@ -55,3 +59,8 @@ def grouped_plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (4, 8), placed
     sizes = [size for size in divisors(plan.mesh.dp) if 1 < size < plan.mesh.dp]
     mesh = replace(plan.mesh, dp_shard=draw(st.sampled_from(sizes)))
     return replace(plan, mesh=mesh, zero_stage=draw(st.integers(1, 3)))
+
+
+def plan_memory(layout: PlanIndex, cluster: Cluster, numerics: Numerics) -> tuple[RankMemory, ...]:
+    """Peak memory of every rank, in rank order."""
+    return of_every_rank(layout, cluster, unlike_memory(layout, cluster, numerics))

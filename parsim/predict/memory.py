@@ -243,23 +243,6 @@ Scored = Literal["", "weights", "averages"]
 """What is validated during the training; "": nothing."""
 
 
-def plan_memory(
-    layout: PlanIndex,
-    cluster: Cluster,
-    numerics: Numerics,
-    *,
-    scored: Scored = "",
-    fit_probability: float = FIT_PROBABILITY,
-) -> tuple[RankMemory, ...]:
-    """Peak memory of every rank of a plan, in rank order.
-
-    Args:
-        scored: what is validated between steps. fit_probability: with which a rank must fit.
-    """
-    first = unlike_memory(layout, cluster, numerics, scored=scored, fit_probability=fit_probability)
-    return of_every_rank(layout, cluster, first)
-
-
 def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
     """The memory of all ranks, from `unlike_memory`."""
     mesh, by_rank = layout.plan.mesh, {memory.rank: memory for memory in first}
@@ -284,7 +267,10 @@ def unlike_memory(
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
-    """The memory of the first of all ranks that hold as much as one another, in rank order; arguments as of `plan_memory`.
+    """The memory of the first of all ranks that hold as much as one another, in rank order.
+
+    Args:
+        scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed on
     one of them. The lines are `LINES` and those at the head of this module. A value is counted with the component that first

@@ -14,6 +14,7 @@ from parsim.app.foreign import state_dict_of
 from parsim.execute.job import TrainingRecipe
 from parsim.model.inputs import ModelInput
 from tests.execute.rank_states import newest
+from tests.plans import plan_memory
 
 pytest.importorskip("torch", reason="needs the torch extra")
 
@@ -41,7 +42,6 @@ from parsim.model.objective import TARGET
 from parsim.model.spec import ModelSpec
 from parsim.model.tuning import Tuning
 from parsim.plans.mesh import Mesh
-from parsim.predict.memory import plan_memory
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.work import Collective

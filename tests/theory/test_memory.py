@@ -29,7 +29,6 @@ from parsim.predict.memory import (
     RankMemory,
     bytes_at,
     fit_probability,
-    plan_memory,
     verdict_text,
 )
 from parsim.program.lifetimes import KeptActivations, RankValues
@@ -37,6 +36,7 @@ from parsim.program.placed import PlanIndex
 from parsim.search.tree import is_tie
 from parsim.units import format_bytes
 from tests.models import deep_model, sharded_model
+from tests.plans import plan_memory
 from tests.theory.test_lowering_by_kinds import planned
 
 V100 = cluster_from_profile(load_profile("dgx1-v100-32gb")).devices[0].type

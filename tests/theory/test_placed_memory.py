@@ -21,8 +21,7 @@ from parsim.plans.layouts import REPLICATE, Placement, ValueLayout, conversion, 
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
 from parsim.plans.plan import Plan, Stage
-from parsim.predict import memory as memory_module
-from parsim.predict.memory import RankMemory, plan_memory
+from parsim.predict.memory import RankMemory
 from parsim.program.lifetimes import (
     KeptActivations,
     Lifetime,
@@ -36,6 +35,7 @@ from parsim.program.lifetimes import (
 from parsim.program.placed import PlanIndex
 from parsim.work import Phase
 from tests.models import chain_model, residual_model, sharded_model
+from tests.plans import plan_memory
 
 MODEL = sharded_model()
 BATCH = 64
@@ -275,7 +275,7 @@ def pipeline(model: Model, pp: int, *, order: str = "1f1b", chunks: int = 1, **m
 
 
 def peaks(plan: Plan, model: Model) -> list[int]:
-    found = memory_module.plan_memory(PlanIndex(plan, model), machine(plan.world_size), Numerics(optimizer="sgd"))
+    found = plan_memory(PlanIndex(plan, model), machine(plan.world_size), Numerics(optimizer="sgd"))
     return [sum(entry.tensor_lines.values()) for entry in found]
 
 

@@ -31,7 +31,7 @@ from parsim.predict import memory as memory_module
 from parsim.predict.breakdown import union
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.folding import Exchange, InsideSeconds, Programs, exchanges_of
-from parsim.predict.memory import RankMemory, communication_bytes, plan_memory, unlike_memory
+from parsim.predict.memory import RankMemory, communication_bytes, unlike_memory
 from parsim.predict.problem import PlanningProblem
 from parsim.program.columns import unfolded
 from parsim.program.lifetimes import FewActions, KeptActivations, RankValues, few_actions
@@ -44,7 +44,7 @@ from parsim.program.templates import lower_columns
 from parsim.search.stages import balanced_plan
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 from tests.models import chain_model, deep_model
-from tests.plans import MODEL, plans
+from tests.plans import MODEL, plan_memory, plans
 from tests.theory.test_lowering_by_kinds import MODELS, deep_plans, planned, tasks_of
 
 MACHINES = {

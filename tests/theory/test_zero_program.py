@@ -23,7 +23,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.folding import folding_of
-from parsim.predict.memory import plan_memory, whole_bytes
+from parsim.predict.memory import whole_bytes
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lifetimes import Room, bucket_rooms
 from parsim.program.lower import lower
@@ -34,7 +34,7 @@ from parsim.program.templates import lower_columns
 from parsim.search.bound import step_bound_s
 from parsim.work import Collective, Compute, OptimizerStep, Phase
 from tests.models import chain_model
-from tests.plans import MODEL, grouped_plans, plans
+from tests.plans import MODEL, grouped_plans, plan_memory, plans
 from tests.theory.test_folding import cluster
 
 LAYERS, ELEMENTS = 6, 1000
