@@ -12,6 +12,7 @@ often than one with a large one. A new rule is a function and a row of SHARDINGS
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.data.samples import Order, Samples, StreamSamples, order_of, permutation
-from parsim.errors import DataError
+from parsim.errors import DataError, FactoryError
 from parsim.registry import Registry, is_reference
 
 Shards = tuple[NDArray[np.int64], ...]
@@ -148,7 +149,7 @@ def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
     the rule depends on them.
 
     Raises DataError: more replicas than samples, sizes that are not one per replica or do not sum to the samples, or a function
-    whose shards do not hold every sample exactly once.
+    whose shards do not hold every sample exactly once. FactoryError: the function raised.
     """
     rule, number, sizes = parse_shards(text)
     check_enough(len(targets), replicas)
@@ -158,14 +159,21 @@ def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
             f"{len(targets)} samples; give one size per replica, and all samples to some replica"
         )
     if rule.own is not None:
-        return _checked(text, rule.own(targets, replicas, seed), len(targets), replicas)
+        try:
+            dealt = [np.asarray(shard).ravel() for shard in rule.own(targets, replicas, seed)]
+        except Exception as error:  # of the user's own function
+            where = traceback.format_exc(limit=-2)
+            raise FactoryError(
+                f"training.shards = {text!r} raised {type(error).__name__}: {error}; it is called with (targets, replicas, seed) "
+                f"and returns the numbers of each replica's samples\n{where}"
+            ) from error
+        return _checked(text, dealt, len(targets), replicas)
     wanted = np.array(sizes, dtype=np.int64) if sizes else shard_sizes(len(targets), replicas)
     return rule.deal(targets, wanted, np.random.default_rng([seed, replicas]), number)
 
 
-def _checked(text: str, found: Sequence[Any], samples: int, replicas: int) -> Shards:
+def _checked(text: str, shards: Sequence[NDArray[Any]], samples: int, replicas: int) -> Shards:
     """What a function of the user's own has dealt, if it holds every sample exactly once."""
-    shards = tuple(np.asarray(shard, dtype=np.int64).ravel() for shard in found)
     if len(shards) != replicas or min(map(len, shards), default=0) == 0:
         raise DataError(f"training.shards = {text!r} gave shards of {list(map(len, shards))} samples for {replicas} replicas")
     if not np.array_equal(np.sort(np.concatenate(shards)), np.arange(samples)):
@@ -173,7 +181,7 @@ def _checked(text: str, found: Sequence[Any], samples: int, replicas: int) -> Sh
             f"training.shards = {text!r}: {sum(map(len, shards))} numbers over all shards are not each of the {samples} "
             "samples once; return every number from 0 on in exactly one shard"
         )
-    return shards
+    return tuple(shard.astype(np.int64) for shard in shards)
 
 
 def _cut(order: NDArray[np.int64], sizes: NDArray[np.int64]) -> Shards:

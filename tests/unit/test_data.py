@@ -401,6 +401,14 @@ def dealt_twice(targets: np.ndarray, replicas: int, seed: int) -> list[np.ndarra
     return [np.arange(len(targets))] * replicas
 
 
+def dealt_between_samples(targets: np.ndarray, replicas: int, seed: int) -> list[np.ndarray]:
+    return [np.arange(replica, len(targets), replicas) + 0.25 for replica in range(replicas)]
+
+
+def dealt_by_other_arguments(labels: np.ndarray) -> list[np.ndarray]:
+    return [labels]
+
+
 SHARDS = ("iid", "label_sorted", "dirichlet:0.3", "sizes:900,500,60,40", f"{__name__}:dealt_by_parity")
 
 
@@ -430,8 +438,10 @@ def test_every_replica_passes_over_its_own_shard(shards: str) -> None:
         ("sizes:900,600", 4, r"one size per replica"),
         ("iid", 2000, r"2000 replicas cannot share 1500 samples"),
         (f"{__name__}:dealt_twice", 2, r"3000 numbers over all shards are not each of the 1500 samples once"),
+        (f"{__name__}:dealt_between_samples", 2, r"1500 numbers over all shards are not each of the 1500 samples once"),
+        (f"{__name__}:dealt_by_other_arguments", 2, r"raised TypeError: .*; it is called with \(targets, replicas, seed\)"),
     ],
 )
 def test_shards_that_do_not_hold_every_sample_once_are_refused(shards: str, replicas: int, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(ParsimError, match=words):
         training_order(digits(), replicas, 0, shards=shards, replicas=replicas)
