@@ -544,7 +544,7 @@ class _Opening:
         if self.spare is None:
             self._open(name, nodes, incumbents, None, most, None, tell)
             return
-        own = replace(self.spare, left=share * self.spare.left)
+        own = replace(self.spare, left=share * self.spare.left, misses=1)
         rest = self.spare.left - own.left
         self._open(name, nodes, incumbents, None, most, own, tell)
         self.spare.left, self.spare.memories = rest + max(0.0, own.left), own.memories

@@ -303,19 +303,20 @@ FREE_RANKS, RANKS_PER_COMPONENT = 2**14, 8
 70B takes 4 CPU seconds more per plan on 100,000 GPUs than on 512."""
 
 MOST_MISSES = 10
-"""So many times the allowance may be spent until any plan fits."""
+"""So many times the allowance may be spent until any plan fits, and once on refinements."""
 
 
 @dataclass
 class Allowance:
     """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
 
-    Attributes: problem: of which plans are visited. left: visits. memories: of how many plans the memory was known when it was
-        last asked.
+    Attributes: problem: of which plans are visited. left: visits. misses: how many times `MOST_VISITS` more, until any plan
+        fits. memories: of how many plans the memory was known when it was last asked.
     """
 
     problem: PlanningProblem
     left: float = field(default_factory=lambda: float(MOST_VISITS))
+    misses: int = MOST_MISSES
     memories: int = 0
 
     @property
@@ -336,7 +337,7 @@ class Allowance:
             actions = plan.mesh.pp * plan.chunks * plan.microbatches
             self.left -= (REMEMBERED + actions / ACTIONS_PER_VISIT) * self.components
         self.memories = len(remembered)
-        return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
+        return self.left > (0 if known else -self.misses * MOST_VISITS)
 
     def open(self, visits: int) -> None:
         """A part was opened that costs so many visits of all components."""

@@ -311,12 +311,17 @@ def judged_best_first(
     return front.judged, front.tally
 
 
+MOST_FRUITLESS = 100
+"""Refinements in a row that are judged and not the fastest so far: no more are."""
+
+
 @dataclass
 class _Front:
     """Parts of a family in the order in which they are opened, and what became of those that were.
 
     Attributes: passed: bounds and sizes of parts that were left. taken: parts that were opened. longer: of plans that differ in
-        ZeRO stage and buckets alone, by how much one was simulated to take longer than its bound, at least. Others: as above.
+        ZeRO stage and buckets alone, by how much one was simulated to take longer than its bound, at least. fruitless: plans
+        judged in a row that were not the fastest so far. Others: as above.
     """
 
     excess_bytes: Callable[[Plan], int]
@@ -332,6 +337,7 @@ class _Front:
     closest: Closest = field(default_factory=Closest)
     passed: list[tuple[float, int]] = field(default_factory=list)
     taken: int = 0
+    fruitless: int = 0
     longer: dict[object, float] = field(default_factory=dict)
     queue: list[tuple[bool, float, int, Node]] = field(default_factory=list)
     number: Iterator[int] = field(default_factory=counter)
@@ -382,7 +388,7 @@ class _Front:
     def _is_over(self, node: Node, most: float, singles: int) -> bool:
         """Whether nothing more is opened, of which `node` would be next."""
         if self.spare is None:
-            return self.taken >= most + singles
+            return self.taken >= most + singles or (self.late is None and self.fruitless >= MOST_FRUITLESS)
         # without a plan that fits the search of a large problem goes on for longer
         known = bool(self.incumbents.steps_s) or self.incumbents.rival_s < float("inf")
         return (self.taken >= most and known) or not (node.at_once or self.spare.lasts(known=known))
@@ -410,6 +416,7 @@ class _Front:
 
     def _judge(self, node: Node, plan: Plan) -> None:
         step_s = self.judge(plan)
+        self.fruitless = 0 if step_s < self.incumbents.best_s else self.fruitless + 1
         if self.spare is not None:
             self.spare.simulate(plan)
             key, longer = _without_gathers(plan), step_s / node.bound_s if node.bound_s else 1.0
