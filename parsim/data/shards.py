@@ -164,8 +164,8 @@ def deal(text: str, targets: Targets, replicas: int, *, seed: int) -> Shards:
         except Exception as error:  # of the user's own function
             where = traceback.format_exc(limit=-2)
             raise FactoryError(
-                f"training.shards = {text!r} raised {type(error).__name__}: {error}; it is called with (targets, replicas, seed) "
-                f"and returns the numbers of each replica's samples\n{where}"
+                f"training.shards = {text!r} raised {type(error).__name__}: {error}; it is called with (targets, "
+                f"replicas, seed) and returns the numbers of each replica's samples\n{where}"
             ) from error
         return _checked(text, dealt, len(targets), replicas)
     wanted = np.array(sizes, dtype=np.int64) if sizes else shard_sizes(len(targets), replicas)
