@@ -462,6 +462,8 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
     training["precision"] = "nvfp4" if options.text("fp4-format") else "fp8" if low else high
     optimizer = options.text("optimizer", default="adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
+    if optimizer not in ("sgd", "adam", "adamw"):
+        recipe.left_out["--optimizer"] = f"{optimizer} is not modelled: time and state are those of AdamW"
     moments = {options.given.get(name, [""])[0] for name in ("exp-avg-dtype", "exp-avg-sq-dtype")}
     if len(moments) == 1 and moments <= set(STATE_BYTES):
         training["state_dtype"] = options.text("exp-avg-dtype")

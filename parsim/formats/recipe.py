@@ -112,8 +112,7 @@ class Recipe:
                 f"{self.framework}: the file asks for {self.dp} replicas x {shard} = {self.dp * shard} devices, and the "
                 f"cluster has {devices}; ask for {self.dp * shard}"
             )
-        mesh: dict[str, int] = {"pp": self.pp, "dp": dp, "tp": self.tp}
-        mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
+        mesh = {"pp": self.pp, "dp": dp, "tp": self.tp, "cp": self.cp, "ep": self.ep}
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
         settings |= {f"software.{key}": value for key, value in self._software().items()}

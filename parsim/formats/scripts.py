@@ -145,6 +145,17 @@ UNKNOWN = "?"
 MOST_LETTERS = 100_000
 """Longest variable, and longest line with its variables replaced."""
 _ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+_DEFAULT = re.compile(r""": +["']?\$\{(\w+):?=([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}["']?""")
+"""`: "${TP:=4}"`, which gives a variable a value where it has none."""
+_SLURM = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+"""Variables that Slurm sets by the options of a job."""
+_SLURM_OTHERS = {"N": "nodes", "n": "ntasks", "gres": "gpus-per-node"}
+_DIRECTIVE = re.compile(r"^#SBATCH\s+--?([\w-]+)[= \t]*(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)\b", re.MULTILINE)
 _SHELL_OPERATORS: Operators = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -160,12 +171,14 @@ def words_of(text: str) -> list[str]:
 
     Raises: ConfigError: a variable that grows beyond all bounds.
     """
-    variables: dict[str, str] = {}
+    variables = _of_slurm(text)
     words: list[str] = []
     branches = _Branches()
     for line in _statements(text):
         if not (statement := branches.step(line, variables)):
             continue
+        if default := _DEFAULT.fullmatch(statement):
+            statement = f"{default[1]}=${{{default[1]}:-{default[2]}}}"
         for _ in range(MOST_NESTED):
             if (assignment := _ASSIGN.match(statement)) is None or (end := _word_end(assignment[3])) == len(assignment[3]):
                 break
@@ -189,6 +202,15 @@ def words_of(text: str) -> list[str]:
             )
         variables[name] = new
     return words
+
+
+def _of_slurm(text: str) -> dict[str, str]:
+    """What Slurm sets by the directives of a script."""
+    given = {_SLURM_OTHERS.get(name, name): count for name, count in _DIRECTIVE.findall(text)}
+    variables = {variable: given[name] for name, row in _SLURM.items() if name in given for variable in row}
+    if "nodes" in given and "ntasks-per-node" in given:
+        variables.setdefault("SLURM_NTASKS", str(int(given["nodes"]) * int(given["ntasks-per-node"])))
+    return variables
 
 
 def _word_end(text: str) -> int:
@@ -291,7 +313,15 @@ class _Branches:
             self._open(_word(form[1], variables))
             self.lives[-1] = False
             return self.step(form[2], variables) if form[2] else ""
-        if line in ("fi", "esac") or line.startswith(("fi ", "esac ")):
+        if form := re.match(r"(?:then|else|do)\b\s*(.*)$", line, re.DOTALL):
+            if line.startswith("else"):
+                self._branch(True)
+            return self.step(form[1], variables) if form[1] else ""
+        if form := re.match(r"(?:while|until|for|select)\b\s*(.*)$", line, re.DOTALL):
+            self._open(None)
+            self._branch(_OVER_ARGUMENTS.search(form[1]) is None)  # there are none
+            return ""
+        if re.match(r"(fi|esac|done)\b", line):
             if self.lives:
                 for stack in (self.lives, self.decided, self.subjects):
                     stack.pop()
@@ -301,9 +331,6 @@ class _Branches:
             known = UNKNOWN not in subject
             self._branch(any(fnmatchcase(subject, text.strip()) for text in texts) if known else None)
             line = form[2]
-        if self.lives and re.match(r"else\b", line):
-            self._branch(True)
-        line = re.sub(r"^(then|else|do)\b\s*", "", line)
         return "" if self.live is False else line
 
     def _open(self, subject: str | None) -> None:
@@ -322,6 +349,8 @@ class _Branches:
         self.decided[-1] = True if before or (before is False and condition) else None if condition is not False else before
 
 
+_OVER_ARGUMENTS = re.compile(r"\$#|\$\{#\}|\bgetopts\b|\$[1@*]|\$\{[1@*]|^\w+$")
+"""Of a loop over the arguments of the script."""
 _PATTERN = re.compile(r"^\(?([^()\s][^()]*)\)\s*(.*)$", re.DOTALL)
 
 

@@ -15,6 +15,7 @@ from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.files import document_text, parse_toml, read_text, write_text_atomically
 from parsim.formats.exports import Exported
 from parsim.formats.recipe import (
+    GENERIC,
     LARGEST_BYTES,
     SCRIPTS,
     FileKeys,
@@ -59,6 +60,17 @@ FLAVORS = {
     ("llama4", "17bx128e"): "llama4-maverick",
 }
 """By model.name and model.flavor."""
+DEBUG: dict[str, dict[str, Any]] = {
+    "llama3": {"layers": 6, "hidden": 256, "heads": 16, "ffn": 768},
+    "qwen3": {"layers": 8, "hidden": 256, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "qk_norm": True},
+    "deepseek_v3": {"layers": 6, "hidden": 256, "heads": 16, "ffn": 1024, "experts": 8, "active": 3, "expert_ffn": 256}
+    | {"shared_ffn": 512, "dense_layers": 1, "query_rank": 0, "key_rank": 512, "rope_dim": 64, "head_dim": 128},
+}
+"""Sizes of the flavor `debugmodel` in release 0.2, beside those that all have."""
+OF_DEBUG = {"vocab": 2048, "gated": True, "norm": "rms", "rotary": True, "bias": False, "tied": False}
+VARIANT = re.compile(r"^(simple_fsdp|compiler_toolkit|auto_parallel|graph_trainer)\.|_(simple_fsdp|ft|auto_parallel|mx)$")
+"""Around the name of a model whose sizes an experiment of torchtitan leaves as they are."""
+FLAVOR_VARIANT = re.compile(r"[_-](flex|varlen)(_attn)?$|_irope$")
 
 AXES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 """How keys of degrees begin, by axis of the mesh."""
@@ -84,7 +96,7 @@ SCHEDULES: dict[str, tuple[str, int]] = {
 """torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
 
 IGNORED = re.compile(
-    r"(job|profiling|metrics|lr_scheduler|checkpoint|comm|fault_tolerance|validation|debug)\.|model\.(converters|tokenizer_path|"
+    r"(job|profiling|metrics|lr_scheduler|checkpoint|comm|fault_tolerance|validation|debug|dataset|infra|experimental)\.|model\.(converters|tokenizer_path|"
     r"hf_assets_path|norm_type|print_after)|optimizer\.(name|lr|eps|beta|weight_decay|implementation|fused|foreach|state_dtype)|"
     r"training\.(max_norm|steps|dataset|seed|deterministic|gc_|data_parallel_replicate|warmup|dtype|compile|mixed_precision|"
     r"global_batch_size)|activation_checkpoint\.(mode|selective_ac_option|per_op_sac)|compile\.(enable|components)|float8\.|"
@@ -126,10 +138,14 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     keys = _Tables(NAME, _newer({key: value for key, value in flat.items() if not isinstance(value, Mapping)}))
     flat, number = keys.values, keys.number
     name, flavor = str(flat.get("model.name") or wrapped), str(flat.get("model.flavor") or "")
-    model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
-    software = {"framework": "torchtitan"}
-    recipe = Recipe(framework=NAME, model=model or (f"{name}-{flavor}" if flavor else name), software=software)
-    if model is None and not is_transformer(recipe.model):
+    family, size = VARIANT.sub("", name.lower()), FLAVOR_VARIANT.sub("", flavor)
+    model = FLAVORS.get((family, size)) or FLAVORS.get((family, size.upper()))
+    model = model or next((word for word in (f"{name}-{flavor}" if flavor else name, flavor) if is_transformer(word)), None)
+    recipe = Recipe(framework=NAME, model=normalised(model or f"{name}-{flavor}"), software={"framework": "torchtitan"})
+    if model is None and size == "debugmodel" and family in DEBUG:
+        recipe.model, recipe.args = GENERIC, DEBUG[family] | OF_DEBUG
+        recipe.left_out["model.flavor"] = "a vocabulary of 2,048 and the layers of release 0.2 are taken"
+    elif model is None:
         near = near_matches(recipe.model.lower(), known_names())
         known = near if "did you mean" in near else " (`parsim models` lists those that are)"
         recipe.missing["model.name"] = f"model.name = {name!r} with flavor = {flavor!r} is not known{known}"
@@ -159,9 +175,10 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
     recipe.args["sequence_parallel"] = True
     converters = flat.get("model.converters", [])
     words = " ".join(map(str, converters if isinstance(converters, list) else [converters])).lower()
-    if "nvfp4" in words or "fp8" in words or "float8" in words or flat.get("float8.enable_float8_linear"):
+    blocks = re.search(r"nvfp4|\bmx|\.mx\b", words)
+    if blocks or "fp8" in words or "float8" in words or flat.get("float8.enable_float8_linear"):
         recipe.training["precision"] = "nvfp4" if "nvfp4" in words else "fp8"
-        if "nvfp4" in words or "mxfp8" in words:
+        if blocks:
             recipe.left_out["model.converters"] = f"{words} of all products in the layers, with the scales of whole tensors"
     else:
         bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
@@ -170,9 +187,11 @@ def read_toml(document: Mapping[str, Any], wrapped: str = "") -> Recipe:
         recipe.training["master_weights"] = False
     if (state := {"bfloat16": "bf16"}.get(str(flat.get("optimizer.state_dtype")))) is not None:
         recipe.training["state_dtype"] = state
-    kind = "adam" if str(flat.get("optimizer.name", "AdamW")).lower() == "adam" else "adamw"
+    kind = str(flat.get("optimizer.name", "AdamW"))
     fused = flat.get("optimizer.implementation", "fused") not in ("foreach", "for-loop")
-    recipe.training["optimizer"] = f"{kind}_fused" if fused else kind
+    recipe.training["optimizer"] = ("adam" if kind.lower() == "adam" else "adamw") + "_fused" * fused
+    if kind.lower() not in ("adam", "adamw"):
+        recipe.left_out["optimizer.name"] = f"{kind} is not modelled: time and state are those of AdamW"
     _read_recompute(flat, recipe)
     recipe.taken |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
     low = recipe.training["precision"] == "fp8"

@@ -155,7 +155,8 @@ def test_frameworks_files_read_back_to_the_same_question(
     whole_groups = None if found["plan.zero_stage"] == 0 else found["plan.mesh"]["dp"]  # type: ignore[index]
     assert groups == (4 if "plan.dp_shard=4" in mesh else whole_groups)
     own = {"dp_shard": 4} if groups == 4 and whole_groups == 8 else {}
-    assert dict(found["plan.mesh"], **own) == plan["mesh"]  # type: ignore[call-overload]
+    axes = {axis: size for axis, size in found["plan.mesh"].items() if size > 1 or axis in plan["mesh"]}  # type: ignore[attr-defined]
+    assert dict(axes, **own) == plan["mesh"]
     assert found["plan.zero_stage"] == plan["zero_stage"]
     assert found["plan.microbatches"] == plan["microbatches"] == 4
     assert found["plan.recompute"] == ("none" if recompute == "none" else ["h.*"])

@@ -34,7 +34,7 @@ def test_a_shell_script_is_followed() -> None:
     recipe = read_recipe(FILES / "pretrain_llama.sh")
     settings = recipe.settings(16)
     assert recipe.processes == 16
-    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 4}
+    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 4, "cp": 1, "ep": 1}
     assert settings["training.global_batch"] == 32
     assert settings["plan.microbatches"] == 8
     assert (settings["plan.zero_stage"], settings["plan.recompute"]) == (1, ["h.*"])
@@ -52,7 +52,7 @@ def test_a_yaml_file_of_nemo() -> None:
     pytest.importorskip("yaml")
     recipe = read_recipe(FILES / "nemo_gpt.yaml")
     assert recipe.framework.startswith("NeMo")
-    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 4, "tp": 2}
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 4, "tp": 2, "cp": 1, "ep": 1}
     assert recipe.zero == 1
     assert recipe.training["precision"] == "bf16"
     assert (recipe.args["gated"], recipe.args["norm"], recipe.args["tied"]) == (True, "rms", False)
@@ -64,7 +64,7 @@ def test_a_file_of_torchtitan() -> None:
     recipe = read_recipe(FILES / "torchtitan.toml")
     settings = recipe.settings(8)
     assert recipe.model == "llama3-8b"
-    assert settings["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1}
+    assert settings["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "cp": 1, "ep": 1}
     assert (settings["plan.zero_stage"], settings["training.global_batch"]) == (3, 8)
     assert settings["plan.recompute"] == ["h.*"]
     assert recipe.unknown == ["training.a_new_switch"]
@@ -142,6 +142,24 @@ def test_what_torchtitan_recomputes_selectively(option: str, again: object) -> N
 )
 def test_options_of_scripts(text: str, key: str, value: list[str]) -> None:
     assert options_of(text)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (': "${TP:=4}"\nrun --tp $TP', "4"),
+        ("TP=2\n: ${TP:=4}\nrun --tp $TP", "2"),
+        ("#SBATCH --nodes=32\n#SBATCH --gres=gpu:a100:4\nrun --tp $SLURM_GPUS_ON_NODE", "4"),
+        ("#SBATCH -N 32\nrun --tp ${SLURM_NNODES}", "32"),
+        ("#SBATCH --nodes 4\n#SBATCH --ntasks-per-node=8\nrun --tp $SLURM_NTASKS", "32"),
+        ("TP=2\nwhile [[ $# -gt 0 ]]; do case $1 in\n --tp) TP=$2; shift;;\n esac; done\nrun --tp $TP", "2"),
+        ("TP=2\nwhile getopts t: key\ndo\n TP=$OPTARG\ndone\nrun --tp $TP", "2"),
+        ("for size in 1 2; do\nTP=8\ndone\nrun --tp $TP", "8"),
+        ("if [ -z $X ]; then\nTP=1\nelse TP=2\nfi\nrun --tp $TP", "1"),
+    ],
+)
+def test_what_a_script_has_without_arguments_in_a_job_of_slurm(text: str, value: str) -> None:
+    assert options_of(text)["tp"] == [value]
 
 
 def test_nothing_of_a_script_runs(tmp_path: Path) -> None:
@@ -437,9 +455,9 @@ def test_sizes_that_a_script_lacks_are_named() -> None:
 
 def test_context_and_expert_axes_of_megatron() -> None:
     recipe = read_script(SIZES + "--context-parallel-size 2 --tensor-model-parallel-size 2")
-    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2}
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2, "ep": 1}
     recipe = read_script(SIZES + "--num-experts 8 --expert-model-parallel-size 4")
-    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "cp": 1, "ep": 4}
 
 
 @pytest.mark.parametrize(
@@ -467,6 +485,27 @@ def test_torchtitan_models_that_are_not_known() -> None:
     recipe = titan(model={"name": "llama3", "flavor": "71B"})
     assert recipe.model == ""
     assert "flavor = '71B' is not known; did you mean" in recipe.missing["model.name"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "model"),
+    [
+        ("simple_fsdp.llama3", "8B", "llama3-8b"),
+        ("llama3", "8B_flex", "llama3-8b"),
+        ("deepseek_v3", "kimi_k2", "kimi-k2"),
+        ("qwen3", "debugmodel", "transformer"),
+    ],
+)
+def test_variants_of_a_model_of_torchtitan_have_its_sizes(name: str, flavor: str, model: str) -> None:
+    assert titan(model={"name": name, "flavor": flavor}).model == model
+
+
+def test_optimizers_and_blocks_that_torchtitan_names_are_told() -> None:
+    recipe = titan(optimizer={"name": "Muon"})
+    assert "Muon is not modelled" in recipe.left_out["optimizer.name"]
+    model = {"name": "qwen3", "flavor": "8B", "converters": ["quantize.linear.mx"]}
+    assert titan(model=model).training["precision"] == "fp8"
+    assert "Muon" in str(read_script(SIZES.replace("--num", "--optimizer Muon --num", 1)).left_out["--optimizer"])
 
 
 def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:
@@ -638,7 +677,7 @@ def test_a_file_of_nanotron(tmp_path: Path) -> None:
     recipe = nanotron(tmp_path, engine="afab")
     settings = recipe.settings(8)
     assert recipe.framework == "nanotron"
-    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 2}
+    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 2, "cp": 1, "ep": 1}
     assert (settings["training.global_batch"], settings["plan.microbatches"]) == (16, 4)
     assert (settings["plan.zero_stage"], settings["plan.pipeline_order"]) == (1, "gpipe")
     args = recipe.args
