@@ -38,11 +38,19 @@ class Judged:
         return self.predicted.facts
 
 
-PRIORS: Mapping[str, float] = {"chip": 0.08, "framework": 0.035, "kind": 0.15, "images": 0.1, "guess": 0.2}
+PRIORS: Mapping[str, float] = {
+    "chip": 0.08,
+    "framework": 0.03,
+    "recipes": 0.15,
+    "kind": 0.15,
+    "images": 0.1,
+    "guess": 0.2,
+}
 """Standard deviation of the effects of a kind, of log seconds; the kind is what stands before the colon of a name. Effects of a
 precision, of a board, and of a framework on a chip were tried and make rows of other sources worse. Effects of frameworks are
-as wide as makes rows of other sources most likely: the mean of their log density is 1.60, and 1.58 with 0.05."""
-SOURCE_SIGMA = 0.05
+as wide as makes rows of other sources most likely, with those of sources: the mean of their log density is 1.63, and 1.60
+without the effect of recipes."""
+SOURCE_SIGMA = 0.04
 HUBER = 2.0
 """Standard deviations from which on a row weighs less."""
 PASSES = 6
@@ -128,7 +136,7 @@ def score_of(row: Judged, medians: Mapping[str, tuple[float, float]]) -> float:
     return (-row.log_error - median) / sigma
 
 
-POOLED_SOURCES = 6
+POOLED_SOURCES = 4
 """Sources of a class whose rows weigh as much as those of all other classes together. Of classes by themselves the intervals
 of few sources are those of one; with all rows together one wide class widens every other."""
 
@@ -167,8 +175,8 @@ def covered(rows: Sequence[Judged], medians: Mapping[str, tuple[float, float]]) 
 
 
 Ends = tuple[float, float]
-WHOLE_ROWS = 4
-"""Rows of a source beyond which it hardly weighs more: n of them weigh n / (n + 4)."""
+WHOLE_ROWS = 6
+"""Rows of a source beyond which it hardly weighs more: n of them weigh n / (n + 6)."""
 LEAST = 0.3
 """Standard deviations that an interval reaches to either side at least."""
 

@@ -2,7 +2,8 @@
 
     log(measured / predicted) = sum of the effects of a run + effect of its source + noise
 
-The effects are of the chip (boards of one chip are one silicon), the framework and its version, and kinds of models.
+The effects are of the chip (boards of one chip are one silicon), the framework and its version, recipes that the maker of the
+GPUs tuned, and kinds of models.
 `python -m experiments.published.run` fits them on given rows and writes `published.json`; that experiment judges them on
 sources which they were not fitted on. An answer multiplies every price by the effects' median, as a term of its own. Its
 interval is that of a source that nobody has seen: sources differ, so do their rows, and effects are not quite known. Where no
@@ -43,6 +44,9 @@ CHIPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("graphics", ("a10", "a10g", "a40", "l4", "l40s", "t4", "rtx")),
 )
 """Boards of one silicon, or of one kind, by the first word of a part's name."""
+RECIPES = (("nemo", 0), ("megatron-bridge", 2026), ("megatron-bridge", 0))
+"""Frameworks, with the last year of a version, whose published runs are recipes that the maker of the GPUs tuned. Other software is
+slower on the same chips, which is no property of the chips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ def features_of(run: PublishedRun) -> tuple[str, ...]:
         found += [guess_of(run)]
     else:
         found += [f"framework:{run.framework}", f"framework:{version}"]
+        found += ["recipes:of the maker"] if (run.framework, run.until) in RECIPES else []
         found += [f"kind:experts by {version}"] if run.experts else []
     found += [f"kind:experts on {run.chip}"] if run.experts else []
     found += [f"kind:encoder {run.precision}"] if run.encoder else []

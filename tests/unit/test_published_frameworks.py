@@ -441,6 +441,19 @@ def test_boards_of_one_chip_share_what_was_learnt() -> None:
     assert b200[1] > h200[1]
 
 
+def test_recipes_of_the_maker_say_less_of_a_chip_than_other_software() -> None:
+    """Recipes as fast as predicted beside others 1.2 times as slow: the difference is theirs, and not the chip's."""
+    slow = [judged(f"{source}{number}", source, 1.2, HOPPER) for source in "abcde" for number in range(5)]
+    tuned = replace(HOPPER, framework="nemo")
+    rows = [*slow, *(judged(f"{source}{number}", source, 1.0, tuned) for source in "uvwxy" for number in range(5))]
+    effects = fitted(rows, [judged("guessed", "a", 1.2, UNNAMED)])
+    assert effects.of(HOPPER)[0] > 0.75 * math.log(1.2)
+    assert abs(effects.of(tuned)[0]) < 0.25 * math.log(1.2)
+    bridge = effects.of(replace(HOPPER, framework="megatron-bridge"))[0]
+    assert bridge < effects.of(replace(HOPPER, framework="maxtext"))[0] - 0.05
+    assert not any(name.startswith("recipes") for name in features_of(replace(tuned, until=2023)))
+
+
 def test_a_source_is_judged_by_the_others() -> None:
     rows = [judged(f"{source}{number}", source, 1.2, HOPPER) for source in "abc" for number in range(8)]
     odd = [judged(f"odd{number}", "odd", 0.8, HOPPER) for number in range(8)]
