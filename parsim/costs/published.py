@@ -45,7 +45,7 @@ CHIPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Boards of one silicon, or of one kind, by the first word of a part's name."""
 RECIPES = (("nemo", 0), ("megatron-bridge", 2026), ("megatron-bridge", 0))
-"""Frameworks, with the last year of a version, whose published runs are recipes that the maker of the GPUs tuned. Other software is
+"""Frameworks, with the last year of a version, whose published runs are recipes that the maker of the GPUs tuned. Others are
 slower on the same chips, which is no property of the chips."""
 
 
