@@ -239,13 +239,21 @@ def mesh_settings(plan: Plan) -> dict[str, object]:
 
 
 def changed(question: Question, settings: Mapping[str, object]) -> Question:
-    """The question with other keys, checked as a run file is. What was left open and was filled in stays as it was.
+    """The question with other keys, checked as a run file is. What was left open and was filled in stays as it was, and so does
+    the framework that is guessed.
 
     Raises: ConfigError: the keys contradict one another.
     """
     source = question.source
     other = question_from(question.to_dict(), settings=settings, where="the changed question")
-    return other.sourced(name=source.name, model=source.model, cluster=source.cluster, form=source.form, recipe=source.recipe)
+    return other.sourced(
+        name=source.name,
+        model=source.model,
+        cluster=source.cluster,
+        form=source.form,
+        recipe=source.recipe,
+        guess=question.guess,
+    )
 
 
 def _answered(question: Question, settings: Mapping[str, object]) -> Answer | None:

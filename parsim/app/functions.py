@@ -289,6 +289,10 @@ def load_cluster(
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
 
+OPTIONS = {"gpus": "cluster", "on": "cluster", "batch": "global_batch"}
+"""Options of the command line that have other names as arguments."""
+
+
 def question_by_name(
     model: AskedModel,
     cluster: AskedCluster | None,
@@ -302,7 +306,8 @@ def question_by_name(
     by_path: dict[str, object] = {}
     for name, value in keys.items():
         if name not in KEYS:
-            raise ConfigError(f"{name} = {value!r} is no argument and no key of a run file{near_matches(name, KEYS)}")
+            near = f"; write {OPTIONS[name]} = {value!r}" if name in OPTIONS else near_matches(name, KEYS)
+            raise ConfigError(f"{name} = {value!r} is no argument and no key of a run file{near}")
         if value is not None:
             by_path[KEYS[name]] = value
     for key, value in (settings or {}).items():

@@ -126,6 +126,15 @@ def test_a_changed_question_keeps_what_it_was_made_from() -> None:
         changed(question, {"training.global_batch": 0})
 
 
+def test_a_help_is_priced_as_the_framework_of_what_it_is_compared_with() -> None:
+    """Asked for by itself, tensor parallelism would be taken for another framework's, and seem faster or slower by that."""
+    open_question = question_by_name("llama3-8b", "2xa100-sxm-80gb", 64, {}, {})
+    mesh: dict[str, object] = {"plan.mesh.pp": 1, "plan.mesh.dp": 1, "plan.mesh.tp": 2}
+    alone = question_by_name("llama3-8b", "2xa100-sxm-80gb", 64, mesh, {})
+    assert open_question.guess is not None and alone.guess is not None
+    assert changed(open_question, mesh).guess == open_question.guess != alone.guess
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["batch", "seq", "model"])
 def test_the_largest_fits_and_the_next_does_not(what: LargestOf) -> None:

@@ -293,6 +293,8 @@ def test_every_key_of_a_run_file_is_an_argument() -> None:
     assert by_keys.question == by_settings.question
     with pytest.raises(ConfigError, match=r"zero_stag = 1 is no argument and no key of a run file; did you mean zero_stage"):
         ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, zero_stag=1)
+    with pytest.raises(ConfigError, match=r"gpus = '8xh100' is no argument and no key of a run file; write cluster = '8xh100'"):
+        ps.plan("llama3-8b", gpus="8xh100")
     with pytest.raises(ConfigError, match=r"settings\['plan.zero_stage'\] = 2, but plan.zero_stage = 1"):
         ps.plan("mlp", "dgx1-v100-32gb", global_batch=64, zero_stage=1, settings={"plan.zero_stage": 2})
     with pytest.raises(ConfigError, match=r"settings\['zero_stage'\] = 1: write the key as section.key"):
