@@ -360,7 +360,8 @@ IMAGES_MARK = re.compile(rf"\b(train|main)\.py\b[^|;&]*(--model|--arch|-a)[ =]+[
 SHORT = {"b": "batch_size", "a": "arch", "j": "workers"}
 """One-letter options of these programs."""
 IMAGES_HANGING = {"batch_size": "training.global_batch"}
-BUILT = {"resnet50": "resnet50", "vit_b_16": "vit_b_16", "vit_base_patch16_224": "vit_b_16", "vgg16": "vgg16"}
+BUILT = {name: name for name in ("vit_b_16", "vgg16", *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)))}
+BUILT["vit_base_patch16_224"] = "vit_b_16"
 """Names of both programs: modules of parsim's own."""
 SIZED = [name for name, row in NAMED.items() if row.config and not row.seq]
 """Image models that transformers builds."""

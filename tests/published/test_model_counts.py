@@ -19,7 +19,15 @@ def model(name: str, **args: int) -> Model:
 
 @pytest.mark.parametrize(
     ("name", "parameters", "gmac"),
-    [("resnet50", 25_557_032, 4.09), ("vit_b_16", 86_567_656, 17.56), ("vgg16", 138_357_544, 15.47)],
+    [
+        ("resnet18", 11_689_512, 1.814),
+        ("resnet34", 21_797_672, 3.664),
+        ("resnet50", 25_557_032, 4.089),
+        ("resnet101", 44_549_160, 7.801),
+        ("resnet152", 60_192_808, 11.514),
+        ("vit_b_16", 86_567_656, 17.56),
+        ("vgg16", 138_357_544, 15.47),
+    ],
 )
 def test_torchvision(name: str, parameters: int, gmac: float) -> None:
     found = model(name)

@@ -371,7 +371,7 @@ def test_ids_of_hugging_face_are_names_of_shapes_that_ship(identifier: str, name
 
 def test_all_names_are_listed_with_their_sizes(told: Told) -> None:
     rows = described()
-    assert set(rows) == set(NAMED)
+    assert set(rows) == {*NAMED, *ZOO}
     assert all(row["parameters"] > 0 for row in rows.values())
     status, out, _ = told("models", "meta-llama/Llama-3.1-8B", "--json")
     assert not status

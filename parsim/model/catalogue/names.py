@@ -36,6 +36,7 @@ from parsim.model.catalogue.sublayers import (
     Software,
 )
 from parsim.model.catalogue.transformer import recorded
+from parsim.model.catalogue.zoo import ZOO, load_preset
 from parsim.model.tuning import Tuning, tuned
 from parsim.units import nearest_divisors
 
@@ -200,6 +201,11 @@ def described() -> dict[str, dict[str, Any]]:
             "other_names": [alias for alias, own in ALIASES.items() if own == name],
             "source": row.source,
         }
+    for name, traced in ZOO.items():
+        counted = load_preset(name, "block").parameter_count
+        args = dict(traced.args)
+        sizes = {"layers": args.get("layers", 0), "hidden": args.get("hidden", 0), "tokens": args.get("seq", 0)}
+        rows[name] = {"parameters": counted, **sizes, "other_names": [], "source": "parsim.model.catalogue.networks"}
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as functional
@@ -114,8 +115,24 @@ class ResNet(nn.Module):
         return out
 
 
-def resnet50(*, num_classes: int, input_shape: tuple[int, ...]) -> ResNet:
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, channels=input_shape[0], width=64, large_stem=True)
+DEPTHS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
+}
+"""By the number of layers with weights: the block, and how many of them each stage has."""
+
+
+def _resnet(depth: int) -> Callable[..., ResNet]:
+    def build(*, num_classes: int, input_shape: tuple[int, ...]) -> ResNet:
+        return ResNet(*DEPTHS[depth], num_classes=num_classes, channels=input_shape[0], width=64, large_stem=True)
+
+    return build
+
+
+resnet18, resnet34, resnet50, resnet101, resnet152 = map(_resnet, DEPTHS)
 
 
 def resnet_small(*, num_classes: int, width: int, input_shape: tuple[int, ...]) -> ResNet:
