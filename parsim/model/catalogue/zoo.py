@@ -52,9 +52,10 @@ def _language(factory: str, *, hidden: int, layers: int, heads: int, vocab: int,
     return ZooRow(factory=factory, inputs="tokens", input_shape=(seq,), args=args, classes="vocab")
 
 
-# Parameters: resnet18 11,689,512, resnet34 21,797,672, resnet50 25,557,032, resnet101 44,549,160, resnet152 60,192,808; vit_b_16 86,567,656; vgg16 138,357,544, of which 123.6 M in linear layers; gpt (GPT-2 small)
-# 124,439,808; bert (BERT base with its masked-language head, no pooler) 109,514,298. Multiply-accumulates at 224 x 224:
-# resnet50 4.09 G, vit_b_16 17.6 G, vgg16 15.5 G.
+# Parameters: resnet18 11,689,512, resnet34 21,797,672, resnet50 25,557,032, resnet101 44,549,160, resnet152 60,192,808;
+# vit_b_16 86,567,656; vgg16 138,357,544, of which 123.6 M in linear layers; gpt (GPT-2 small) 124,439,808; bert (BERT base with
+# its masked-language head, no pooler) 109,514,298. Multiply-accumulates at 224 x 224: resnet50 4.09 G, vit_b_16 17.6 G,
+# vgg16 15.5 G.
 ZOO: dict[str, ZooRow] = {
     **{f"resnet{depth}": _image(f"resnet{depth}", IMAGENET, num_classes=1000) for depth in (18, 34, 50, 101, 152)},
     "resnet_small": _image("resnet_small", DIGITS, num_classes=10, width=16),
