@@ -44,6 +44,8 @@ EXIT_STATUS = {FITS: 0, DOES_NOT_FIT: 3, UNCERTAIN: 4}
 SHOWN = 3
 WORTH_SAYING = 0.01
 """Part of samples per second, or of the memory, below which a change does not help."""
+MANY_ROUNDS = 100
+"""Microbatches by stages, above which the batch is large enough."""
 LAYERS = "h.*"
 """The layers of a transformer by name."""
 
@@ -293,7 +295,8 @@ def _faster(question: Question, prediction: Prediction) -> Iterator[Change]:
             yield f"ZeRO {stage} instead of {given.zero_stage}", {"plan.zero_stage": stage}
     for axis in ("tp", "pp"):
         yield from _divided(question, plan, axis, "dp")
-    yield "a global batch twice as large", _batch(question, plan, 2 * plan.global_batch)
+    if plan.microbatches < MANY_ROUNDS * plan.mesh.pp:  # else what a step has once is less than WORTH_SAYING of it
+        yield "a global batch twice as large", _batch(question, plan, 2 * plan.global_batch)
 
 
 def _smaller(question: Question, prediction: Prediction) -> Iterator[Change]:
@@ -348,6 +351,9 @@ def _divided(question: Question, plan: Plan, smaller: str, larger: str) -> Itera
         settings["plan.strategy"] = "dp" if not inner else "hp" if sizes["dp"] > 1 else "mp"
     if sizes["pp"] > 1 and question.plan.pipeline_order is None and question.plan.strategy != "custom" and mesh.pp == 1:
         settings["plan.pipeline_order"] = "1f1b"
+    if question.plan.stage_layers is not None and sizes["pp"] != mesh.pp:
+        layers, stages = sum(question.plan.stage_layers), sizes["pp"] * plan.chunks
+        settings["plan.stage_layers"] = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     what = {"tp": "tensor shards", "pp": "pipeline stages", "dp": "replicas"}
     yield f"{what[larger]} {sizes[larger]} and {what[smaller]} {sizes[smaller]}", settings
 

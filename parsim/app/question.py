@@ -252,7 +252,9 @@ def _question_of_recipe(
         recipe.model = str(given["model.name"])
     if lacking := [(key, why) for key, why in recipe.missing.items() if key not in given]:
         hint = " ".join(f"--set {key}={'NAME' if key == 'model.name' else 'N'}" for key, _ in lacking)
-        raise ConfigError(f"{path}: {recipe.framework}: {'; '.join(why for _, why in lacking)}, or give {hint}")
+        raise ConfigError(
+            f"{path}: {recipe.framework}: {'; '.join(why for _, why in lacking)}; complete the file, or give {hint}"
+        )
     for axis in AXES & {key.removeprefix("plan.mesh.") for key in given}:  # what is set beside the file counts more
         setattr(recipe, axis, whole_number(recipe.framework, f"plan.mesh.{axis}", given[f"plan.mesh.{axis}"]))
     if "training.global_batch" in given:

@@ -1,7 +1,7 @@
-"""Tools that fine-tune, read: axolotl, torchtune, Lightning and LitGPT, OpenRLHF.
+"""Tools that fine-tune, read: axolotl, torchtune, NeMo AutoModel, Lightning and LitGPT, OpenRLHF.
 
-Key names are those of axolotl's schemas (axolotl-ai-cloud/axolotl), of recipes/configs (pytorch/torchtune), of Lightning's
-Trainer and litgpt, and of openrlhf/cli/train_sft.py.
+Key names are those of axolotl's schemas (axolotl-ai-cloud/axolotl), of recipes/configs (pytorch/torchtune), of nemo_automodel's
+components, of Lightning's Trainer and litgpt, and of openrlhf/cli/train_sft.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,23 @@ import re
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.formats.recipe import GENERIC, SCRIPTS, YAML, FileKeys, Recipe, stored_base, take_adapters, whole_number, yaml_table
+from parsim.formats.recipe import (
+    GENERIC,
+    SCRIPTS,
+    YAML,
+    FileKeys,
+    Recipe,
+    flat_table,
+    stored_base,
+    take_adapters,
+    whole_number,
+    yaml_table,
+)
 from parsim.formats.scripts import note_hanging, option_values
 from parsim.formats.source import FileFormat, SourceFile, marked
+from parsim.formats.torchtitan import SCHEDULES
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
+from parsim.model.catalogue.names import shape_of
 
 # axolotl.
 
@@ -170,6 +183,103 @@ def read_torchtune(source: SourceFile) -> Recipe:
     recipe.zero = 0 if shard == "1" else 2 if keys.text("fsdp_reshard_after_forward").lower() == "false" else 3
     keys.sort(recipe, left_out=TORCHTUNE_LEFT_OUT, ignored=TORCHTUNE_SAME_TIME)
     return recipe
+
+
+# NeMo AutoModel.
+
+
+AUTOMODEL = "NeMo AutoModel"
+AUTOMODEL_MARK = re.compile(r"\bnemo_automodel\.|\bNeMoAutoModel")
+AUTOMODEL_SAME_TIME = re.compile(
+    r"(recipe|seed|benchmark|ci|wandb|mlflow|comet|slurm|rng|dist_env|checkpoint|loss_fn|(validation_)?data(set|loader)|clip_grad|"
+    r"lr_scheduler|optimizer|tokenizer|processor|logging|profil|packed_sequence|autonvtx|step_scheduler|compile|peft|"
+    r"quantization|quantized|fp8|model\._target_|model\.(trust_remote|attn_impl|use_cache|text_config|output_hidden|force_hf|"
+    r"use_liger|use_sdpa|config\._target_|backend|revision)|"
+    r"distributed\.(_target_|strategy|backend|world_size|defer|use_hf_tp|offload_policy$|pipeline|moe|mp_policy)|"
+    r"freeze_config)"
+)
+AUTOMODEL_LEFT_OUT = {
+    "fp8.enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
+    "freeze_config.freeze_language_model": "the language model trains",
+    "distributed.cpu_offload": "parameters and states stay on the device",
+    "compile.backend": "torch.compile fuses as Inductor does",
+}
+MANAGERS = {"fsdp2": 3, "fsdp": 3, "megatron_fsdp": 3, "nvfsdp": 3, "ddp": 0}
+
+
+def read_automodel(source: SourceFile) -> Recipe:
+    """A recipe of NeMo AutoModel. Raises ConfigError for distillation, another strategy, or a schedule that is not known.
+
+    Source: nemo_automodel 0.7, components/distributed/config.py, components/training/step_scheduler.py.
+    """
+    document = yaml_table(source)
+    if "teacher_model" in document:
+        raise ConfigError(f"{AUTOMODEL}: it runs a second model beside the first, which is not priced")
+    keys = FileKeys(AUTOMODEL, {key: value for key, value in flat_table(document).items() if str(value).lower() != "none"})
+    recipe = Recipe(framework=AUTOMODEL, software={"framework": "fsdp", "compiled": keys.flag("compile.enabled")})
+    place = "pretrained_model_name_or_path"
+    recipe.name_model(place, keys.text(f"model.{place}", f"model.config.{place}", "model.config"))
+    lengths = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length", "dataset.max_length")
+    if seq := next((size for key in lengths if (size := keys.number(key, default=0))), 0):
+        recipe.args["seq"] = seq
+    else:
+        recipe.missing["model.args.seq"] = "no packed_sequence_size or seq_len is set: samples are as long as the data"
+    keys.degrees(recipe, **{axis: f"distributed.{axis}_size" for axis in ("tp", "pp", "cp", "ep")})
+    keys.degrees(recipe, replicate="distributed.dp_replicate_size")
+    recipe.dp = keys.number("distributed.dp_size", default=0)
+    local = keys.number("step_scheduler.local_batch_size", "dataloader.batch_size", default=1)
+    recipe.micro_batch, recipe.local_batch = local, local * keys.number("step_scheduler.grad_acc_steps", default=1)
+    if total := keys.number("step_scheduler.global_batch_size", default=0):
+        recipe.training["global_batch"] = total
+    if recipe.pp > 1:
+        recipe.micro_batch = keys.number(*_of_pipeline("pp_microbatch_size"), default=1)
+        schedules = {name.lower(): row for name, row in SCHEDULES.items()}
+        recipe.order, recipe.chunks = keys.choice(schedules, *_of_pipeline("pp_schedule"), default="1f1b")
+        if (each := keys.number(*_of_pipeline("layers_per_stage"), default=0)) and recipe.model:
+            recipe.chunks = max(1, -(-shape_of(recipe.model, recipe.args).layers // (each * recipe.pp)))
+    wide = keys.text("model.torch_dtype", "model.dtype", default="auto").removeprefix("torch.") in ("float32", "fp32")
+    low = keys.flag("fp8.enabled", default=any(key.startswith("fp8.") for key in keys.values))
+    recipe.training["precision"] = "fp8" if low else "amp_bf16" if wide else "bf16"
+    if recipe.training["precision"] == "bf16":  # weights, gradients and states alike, without copies in fp32
+        recipe.training["master_weights"] = False
+    recipe.recompute = "full" if keys.flag("distributed.activation_checkpointing") else "none"
+    if keys.text("distributed.activation_checkpointing").lower() == "selective":
+        recipe.recompute = "selective"
+    if "peft._target_" in keys.values or "peft.dim" in keys.values:
+        table = FileKeys(AUTOMODEL, document.get("quantization") or {})
+        base = stored_base(table, nested=table.flag("bnb_4bit_use_double_quant"))
+        take_adapters(
+            *(recipe, keys, "peft", "qlora" if base.get("base") == "nf4" else "lora"),
+            r=keys.number("peft.dim", default=8),
+            alpha=keys.rate("peft.alpha"),
+            dropout=keys.rate("peft.dropout"),
+            targets=["all"]
+            if keys.flag("peft.match_all_linear")
+            else _last_words(keys.words("peft.target_modules")) or ["all"],
+            **base,
+        )
+    take_optimizer(keys.text("optimizer._target_", default="torch.optim.AdamW").rpartition(".")[2], recipe)
+    manager = keys.text("distributed.strategy", "distributed._target_", default="fsdp2").rpartition(".")[2].lower()
+    if (manager := manager.removesuffix("manager")) not in MANAGERS:
+        raise ConfigError(f"{AUTOMODEL}: distributed.strategy = {manager!r} must be one of {', '.join(MANAGERS)}")
+    recipe.zero = MANAGERS[manager]
+    if recipe.zero == 3 and recipe.pp > 1:
+        recipe.left_out["distributed.strategy"] = "parameters are whole for a step under a pipeline: ZeRO 1"
+        recipe.zero = 1
+    recipe.software |= {} if recipe.zero else {"framework": "ddp"}
+    recipe.args["sequence_parallel"] = keys.flag("distributed.sequence_parallel")
+    keys.sort(recipe, left_out=AUTOMODEL_LEFT_OUT, ignored=AUTOMODEL_SAME_TIME)
+    return recipe
+
+
+def _of_pipeline(key: str) -> tuple[str, str, str]:
+    """Where releases of NeMo AutoModel have a key of the pipeline."""
+    return f"distributed.pipeline.{key}", f"autopipeline.{key}", f"distributed.{key}"
+
+
+def _last_words(patterns: list[str] | None) -> list[str]:
+    """`*.layers.*.q_proj` names q_proj."""
+    return [pattern.rpartition(".")[2].strip("*") for pattern in patterns or ()]
 
 
 # Lightning and LitGPT.
@@ -369,7 +479,7 @@ def read_openrlhf(source: SourceFile) -> Recipe:
     keys = FileKeys(OPENRLHF, values | dict.fromkeys(SWITCHES & values.keys(), True))  # which no value follows
     recipe = Recipe(framework=OPENRLHF, software={"framework": "deepspeed"})
     note_hanging(keys, recipe, HANGING)
-    recipe.name_model("pretrain", keys.text("pretrain", default="(none)"))
+    recipe.name_model("pretrain", keys.text("pretrain"))
     recipe.args["seq"] = keys.number("max_len", default=2048)
     recipe.training["global_batch"] = keys.number("train_batch_size", default=128)
     recipe.micro_batch = 0 if "plan.microbatches" in recipe.missing else keys.number("micro_train_batch_size", default=8)
@@ -411,6 +521,15 @@ FORMATS = {
         reads="recipe",
         sniff=marked(YAML, TORCHTUNE_MARK),
         read=read_torchtune,
+    ),
+    "automodel": FileFormat(
+        layouts="recipes for language models, from dataloader.batch_size to distributed.strategy",
+        refuses="distillation, which runs a second model; a model that does not ship, until --set model.name",
+        what="a YAML recipe of NeMo AutoModel",
+        tool=AUTOMODEL,
+        reads="recipe",
+        sniff=marked(YAML, AUTOMODEL_MARK),
+        read=read_automodel,
     ),
     "lightning": FileFormat(
         layouts="Lightning's command line, LitGPT by name or by model_config",

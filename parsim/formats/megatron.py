@@ -195,7 +195,7 @@ def _read_swift(task: str, options: dict[str, list[str]], text: str) -> Recipe:
     if options.get("torch-dtype", ["bfloat16"])[0] == "bfloat16":
         options.setdefault("bf16", [])
     options.setdefault("use-distributed-optimizer", [])
-    model = " ".join(options.pop("model", options.pop("mcore-model", ["(none)"])))
+    model = " ".join(options.pop("model", options.pop("mcore-model", [])))
     kind = (options.pop("tuner-type", None) or options.pop("train-type", None) or ["full"])[0]
     keys = FileKeys(NAME, option_values(text))
     recipe = _recipe(NAME, options, model)
@@ -877,9 +877,10 @@ OTHERS = re.compile(
 )
 """Of one that is another tool's, which may name Megatron."""
 STARTS_OTHERS = re.compile(
-    r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size="
+    r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
+    r"--base_model\b"
 )
-"""Of a script that starts torchtitan, a Trainer of Hugging Face or MaxText."""
+"""Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora or MaxText."""
 STARTS = re.compile(
     r"--(num[-_]layers|(tensor|pipeline)[-_]model[-_]parallel[-_]size|(micro|global)[-_]batch[-_]size|hidden[-_]size)\b|"
     r"\bpretrain_\w+\.py|\bmegatron\s+(sft|pt|rlhf)\b"

@@ -132,8 +132,8 @@ class Recipe:
         if self.pp > 1:
             settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             settings["plan.chunks"] = self.chunks
-            if self.stage_layers and list(self.stage_layers) != self._counted_out():
-                settings["plan.stage_layers"] = list(self.stage_layers)
+            if (cut := self._cut()) and cut != self._counted_out(sum(cut), len(cut)):
+                settings["plan.stage_layers"] = cut
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
 
@@ -151,10 +151,23 @@ class Recipe:
         self.left_out["software.framework"] = f"effects of {self.framework} with {', '.join(axes)} above 1 are not known"
         return {}
 
-    def _counted_out(self) -> list[int] | None:
+    def _layers(self) -> int:
+        """Of the model; 0: it is not known."""
+        row = named(self.model)
+        return int(self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0))
+
+    def _cut(self) -> list[int]:
+        """Layers of each stage: as many in each where a framework without a rule of its own does not say, and they divide."""
+        layers, stages = self._layers(), self.pp * self.chunks
+        even = [layers // stages] * stages if layers % stages == 0 and not self._rule() else []
+        return list(self.stage_layers) or (even if layers else [])
+
+    def _rule(self) -> str:
         name = str(self.software.get("framework", ""))
-        cut = FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
-        return counted_out(cut, sum(self.stage_layers), len(self.stage_layers))
+        return FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
+
+    def _counted_out(self, layers: int, stages: int) -> list[int] | None:
+        return counted_out(self._rule(), layers, stages)
 
     def _states(self, dp: int) -> dict[str, object]:
         if not self.zero or (dp == 1 and self.replicate == 1):
@@ -170,8 +183,7 @@ class Recipe:
     def _recomputed(self, *, by_layer: bool) -> str | list[str]:
         """Patterns of components; `by_layer`: a layer is one component."""
         if self.recompute in ("alternate", "first"):
-            row = named(self.model)
-            layers = self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0)
+            layers = self._layers()
             stage = -(-layers // (self.pp * self.chunks))
             first = [layer for layer in range(layers) if layer % stage < self.every]
             chosen = first if self.recompute == "first" else range(self.every - 1, layers, self.every)
@@ -220,6 +232,9 @@ class Recipe:
 
     def name_model(self, key: str, name: str) -> None:
         """Take the model by the name that a file gives it; `missing` notes a name that no shipped shape has."""
+        if not name:
+            self.model, self.missing["model.name"] = "", f"no {key} is in the file"
+            return
         self.taken[key] = name
         if is_transformer(name):
             self.model = normalised(name)
@@ -379,9 +394,10 @@ def take_adapters(recipe: Recipe, keys: FileKeys, key: str, method: str, **found
         if keys.flag(variant):
             recipe.left_out[variant] = "adapters are priced as those of LoRA"
     recipe.training["tune"] = {"method": method.lower()} | {name: value for name, value in found.items() if value is not None}
-    wide = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
-    precision = recipe.training.get("precision", "")
-    recipe.training["precision"] = wide.get(precision, precision)
+    if recipe.training.get("precision") == "amp_fp16":
+        recipe.left_out["fp16"] = "16-bit weights are taken as bf16, which is as wide and as fast"
+    if recipe.training.get("precision") in ("amp_bf16", "amp_fp16"):
+        recipe.training["precision"] = "bf16"
 
 
 def stored_base(keys: FileKeys, *, nested: bool = False) -> dict[str, Any]:
@@ -500,8 +516,8 @@ def is_framework_file(path: Path) -> bool:
 
 WHOSE = (
     "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Levanter, Lightning, "
-    "axolotl, torchtune, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or TrainingArguments, or a "
-    "torchtitan TOML"
+    "axolotl, torchtune, NeMo AutoModel, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or "
+    "TrainingArguments, or a torchtitan TOML"
 )
 
 

@@ -30,11 +30,15 @@ from parsim.formats.recipe import (
 )
 from parsim.formats.scripts import UNKNOWN, Script, note_hanging, option_values, walk, words_of
 from parsim.formats.source import FileFormat, SourceFile, marked
+from parsim.model.catalogue.names import is_transformer
 from parsim.units import printable
 
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
 MARK = re.compile(r"^per_device_train_batch_size\s*:|[\"']per_device_train_batch_size[\"']\s*:", re.MULTILINE)
-SCRIPT_MARK = re.compile(r"--per[-_]device[-_]train[-_]batch[-_]size\b|\bswift\s+(sft|pt|rlhf)\b")
+SWIFT_MARK = re.compile(r"\bswift\s+(sft|pt|rlhf)\b|\bllm_sft\.py\b")
+ALPACA_MARK = re.compile(r"--base_model\b(?=.*--micro_batch_size\b)|--micro_batch_size\b(?=.*--base_model\b)", re.DOTALL)
+"""Of scripts that start alpaca-lora's finetune.py, or one of its many forks."""
+SCRIPT_MARK = re.compile(rf"--per[-_]device[-_]train[-_]batch[-_]size\b|{SWIFT_MARK.pattern}|(?s:{ALPACA_MARK.pattern})")
 PYTHON_MARK = re.compile(r"\b(Seq2Seq)?TrainingArguments\(|\b(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config\(")
 ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
 
@@ -97,14 +101,22 @@ def read_arguments(source: SourceFile) -> Recipe:
     recipe = Recipe(framework=NAME, software={"framework": "hf-trainer"})
     note_hanging(keys, recipe, HANGING)
     _refuse_other_losses(keys)
-    recipe.name_model("model_name_or_path", keys.text("model_name_or_path", "model_name", default="(none)"))
-    if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=0):
+    factory = "finetuning_type" in keys.values or {"stage", "template"} <= keys.values.keys()
+    name, kind = keys.text("model_name_or_path", "model_name"), keys.text("model_type")
+    if not is_transformer(name) and is_transformer(kind):
+        name = kind  # of a folder; ms-swift's names are those of models
+    recipe.name_model("model_name_or_path", name)
+    cutoff = 2048 if factory and source.path.suffix in YAML else 0
+    if seq := keys.number("cutoff_len", "max_seq_length", "max_length", "model_max_length", "block_size", default=cutoff):
         recipe.args["seq"] = seq
     elif recipe.model:
         recipe.left_out["max_length"] = "no length of samples is in the file: they have as many tokens as the model by its name"
     recipe.micro_batch = keys.number("per_device_train_batch_size", default=8)
     recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
-    recipe.recompute = "full" if keys.flag("gradient_checkpointing") else "none"
+    if total := keys.number("batch", default=0):  # of alpaca-lora, over all ranks
+        recipe.training["global_batch"] = total
+    again = factory and not keys.flag("disable_gradient_checkpointing")  # LLaMA-Factory's default
+    recipe.recompute = "full" if keys.flag("gradient_checkpointing", default=again) else "none"
     recipe.software["compiled"] = keys.flag("torch_compile") or bool(plugin and plugin.software["compiled"])
     loaded = keys.text("torch_dtype", "dtype").removeprefix("torch.")
     in_half = loaded in ("bfloat16", "bf16")
@@ -118,12 +130,12 @@ def read_arguments(source: SourceFile) -> Recipe:
         recipe.training["precision"] = half or ("tf32" if usual == "fp32" and keys.flag("tf32") else usual)
     if keys.flag("fp8"):
         recipe.training["precision"] = "fp8"
-    _take_adapters(recipe, keys)
+    _take_adapters(recipe, keys, factory=factory)
     take_optimizer(keys.text("optim", default="adamw_torch_fused"), recipe)
     fsdp = keys.text("fsdp").replace("[", " ").replace("]", " ").replace("'", " ").replace(",", " ").split()
     if stage := next((word for word in fsdp if word in STAGES), None):
         recipe.zero = STAGES[stage]
-        _check_hybrid(NAME, "fsdp", stage)
+        _note_hybrid(recipe, "fsdp", stage)
     elif fsdp and fsdp[0].lower() not in ("false", "none"):
         recipe.zero = 3
     if "offload" in fsdp:
@@ -289,9 +301,10 @@ def _keys_of_calls(script: Script) -> dict[str, Any]:
     return keys_of_file
 
 
-def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
-    method = keys.text("finetuning_type").lower()
-    factory = method not in ("", "full")
+def _take_adapters(recipe: Recipe, keys: FileKeys, *, factory: bool) -> None:
+    """factory: it is a file of LLaMA-Factory, which trains LoRA unless it says otherwise."""
+    method = keys.text("finetuning_type", default="lora" if factory else "").lower()
+    factory = factory and method != "full"
     if not factory and not keys.flag("use_peft") and not keys.text("lora_r", "lora_rank", "lora_target", "lora_alpha"):
         return
     nested = keys.flag("double_quantization", default=True) if factory else keys.flag("use_bnb_nested_quant")
@@ -300,7 +313,7 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
         r=keys.number("lora_rank", "lora_r", default=8 if factory else 16),
         alpha=keys.rate("lora_alpha"),
         dropout=keys.rate("lora_dropout"),
-        targets=keys.words("lora_target", "lora_target_modules", "target_modules")
+        targets=[word.lower() for word in keys.words("lora_target", "lora_target_modules", "target_modules") or ()]
         or (["all"] if factory else ["q_proj", "v_proj"]),
         **stored_base(keys, nested=nested),
     )
@@ -308,7 +321,11 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
     found = option_values(source.text, SCRIPT_NAMES, HANGING)
-    if "swift" in source.text:
+    if ALPACA_MARK.search(source.text):
+        _of_alpaca(found)
+    if SWIFT_MARK.search(source.text):
+        found |= {"per_device_train_batch_size": size} if (size := found.pop("batch_size", None)) else {}
+        found |= {"torch_dtype": SWIFT_DTYPES.get(dtype, dtype)} if (dtype := str(found.pop("dtype", ""))) else {}
         kinds = [found.pop(name) for name in ("train_type", "tuner_type", "sft_type") if name in found]
         if (kind := (*kinds, "lora")[0]) != "full":
             found["finetuning_type"] = kind
@@ -319,12 +336,22 @@ def _options_of_script(source: SourceFile) -> dict[str, Any]:
         found = {"use_peft": True, "lora_r": 64, "lora_alpha": 16, "target_modules": "all"} | found
     if (mixed := found.pop("mixed_precision", "no")) in ("bf16", "fp16"):
         found.setdefault(str(mixed), True)
-    if isinstance(config := found.get("deepspeed"), str) and re.fullmatch(r"zero\d(_offload)?", config):
+    if isinstance(config := found.get("deepspeed"), str) and re.fullmatch(r"(default-)?zero\d(_offload)?", config):
         found["deepspeed"] = f"{config}.json"  # swift's own files, by name
     return found
 
 
+def _of_alpaca(found: dict[str, Any]) -> None:
+    """Options of alpaca-lora's finetune.py, with its defaults: LoRA on a model in 8 bits, in fp16."""
+    micro = int(found.pop("micro_batch_size", 4))
+    found["per_device_train_batch_size"], found["batch"] = micro, found.pop("batch_size", 128)
+    found.setdefault("model_name_or_path", found.pop("base_model", ""))
+    usual = {"use_peft": True, "lora_r": 8, "lora_alpha": 16, "cutoff_len": 256, "fp16": True, "load_in_8bit": True}
+    found.update(usual | found)
+
+
 SWIFT_TYPES = {"bfloat16": "bf16", "float16": "fp16"}
+SWIFT_DTYPES = {"AUTO": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 HANGING = {
     "per_device_train_batch_size": "training.global_batch",
     "gradient_accumulation_steps": "training.global_batch",
@@ -334,6 +361,7 @@ HANGING = {
 """Options whose value counts, and the key that supplies it where a script computes it."""
 SCRIPT_NAMES = {
     "deepspeed_config_file": "deepspeed",
+    "deepspeed_config": "deepspeed",
     "max_seq_len": "max_length",
     "use_peft_lora": "use_peft",
     "use_4bit_quantization": "load_in_4bit",
@@ -423,7 +451,7 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
         again = keys.text("fsdp_config.fsdp_reshard_after_forward", default="true").lower()
         newer = keys.number("fsdp_config.fsdp_version", default=1) > 1
         recipe.zero = (2 if again == "false" else 3) if newer or not stage else STAGES.get(stage, 3)
-        _check_hybrid(ACCELERATE, "fsdp_sharding_strategy", stage)
+        _note_hybrid(recipe, "fsdp_sharding_strategy", stage)
         if keys.flag("fsdp_config.fsdp_activation_checkpointing"):
             recipe.recompute = "full"
     elif kind == "DEEPSPEED":
@@ -452,12 +480,9 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
     return recipe
 
 
-def _check_hybrid(framework: str, key: str, stage: str) -> None:
+def _note_hybrid(recipe: Recipe, key: str, stage: str) -> None:
     if stage.startswith("hybrid"):
-        raise ConfigError(
-            f"{framework}: {key} = {stage} divides states within a node, whose size the file lacks; set it to full_shard, and "
-            "give --set plan.dp_shard=8 for nodes of eight"
-        )
+        recipe.missing["plan.dp_shard"] = f"{key} = {stage} divides states within a node, and the file has no size of one"
 
 
 def take_optimizer(name: str, recipe: Recipe) -> None:

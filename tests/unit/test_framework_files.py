@@ -592,7 +592,7 @@ def test_what_a_file_lacks_can_be_set_beside_it(tmp_path: Path) -> None:
         "torchrun --nproc_per_node 1 pretrain_gpt.py " + SIZES.replace("--vocab-size 1000", "--tokenizer-model $FILE")
     )
     asked = {"cluster": "1xh100-sxm", "global_batch": 8}
-    with pytest.raises(ConfigError, match=r"vocabulary follows from a tokenizer.* or give --set model.args.vocab=N"):
+    with pytest.raises(ConfigError, match=r"vocabulary follows from a tokenizer.*; complete the file, or give --set"):
         parsim.plan(str(path), **asked)  # type: ignore[arg-type]
     answer = parsim.plan(str(path), overrides=["model.args.vocab=1000"], **asked)  # type: ignore[arg-type]
     assert answer.to_dict()["config_file"]["framework"] == "Megatron-LM"
@@ -964,6 +964,33 @@ def test_adapters_of_files(tmp_path: Path, text: str, tune: dict[str, object], p
     question = question_of(tmp_path / "a.yaml", cluster="8xh100-sxm", global_batch=64)
     assert question.training.tune is not None
     assert question.training.tune.rank == tune["r"]
+
+
+def test_16_bit_floats_of_adapters_are_taken_as_wide_ones(tmp_path: Path) -> None:
+    recipe = read(tmp_path, "a.yaml", FACTORY.replace("type: full", "type: lora").replace("bf16: true", "fp16: true"))
+    assert recipe.training["precision"] == "bf16"
+    assert "fp16" in recipe.left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("/cache/models--meta-llama--Llama-3.2-1B/snapshots/4e20de36", "llama3.2-1b"),
+        ("/data/Qwen2-1___5B-Instruct", "qwen2-1.5b"),
+    ],
+)
+def test_names_of_folders_are_those_of_models(tmp_path: Path, name: str, model: str) -> None:
+    start = "deepspeed train.py --per_device_train_batch_size 1"
+    assert read(tmp_path, "a.sh", f"{start} --model_name_or_path {name}").model == model
+    assert read(tmp_path, "b.sh", start).missing["model.name"] == "no model_name_or_path is in the file"
+
+
+@pytest.mark.parametrize(("more", "stage_layers"), [("", [8, 8, 8, 8]), ('"virtual_pp_degree": 3, ', None)])
+def test_stages_are_even_where_nobody_says_otherwise(tmp_path: Path, more: str, stage_layers: object) -> None:
+    """Cut by cost, they would be another plan than that of the file, and each question about it a search."""
+    text = '"model_name_or_path": "llama-7b", "pipeline_parallel_degree": 4, "per_device_train_batch_size": 1'
+    recipe = read(tmp_path, "a.json", f'{{{more}"gradient_accumulation_steps": 8, {text}}}')
+    assert recipe.settings(8).get("plan.stage_layers") == stage_layers
 
 
 @pytest.mark.parametrize(

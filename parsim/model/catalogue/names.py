@@ -150,6 +150,8 @@ def normalised(name: str) -> str:
     """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
     text = re.sub(r"\s*\((\d[\d.]*[bm])\)$", r"-\1", name.lower().rstrip("/"))  # a size in brackets is of the name
     text = re.sub(r"\s*\(.*\)$", "", text)
+    text = re.sub(r"^(?:.*/)?models--(?:[^/]+?--)?([^/]+)/snapshots/.*$", r"\1", text)  # in Hugging Face's cache
+    text = re.sub(r"(?<=\d)___(?=\d)", ".", text)  # as ModelScope names folders
     text = re.sub(r"^.*/(?=[a-z])", "", text)  # folders, or the organisation on Hugging Face
     text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
     text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
