@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from experiments.published.answer import Answer, answer, with_memory_of
-from experiments.published.blanks import CannotExpressError
+from experiments.published.blanks import CannotExpressError, stage_of
 from experiments.published.images import LACKS_SIGMA, image_question, loading_s, network_of
 from experiments.published.question import Asked, question_of
 from experiments.published.quoted import beyond_peak, contradiction, in_unit, larger_is_faster
@@ -132,6 +132,9 @@ def _with_recomputation_that_fits(row: Row, without: str, known: bool) -> tuple[
     others = [(row, place) for place in range(1, asked.plausible)]
     if stages := SEVERAL_STAGES.search(row.zero):  # "1-2": either may have run
         others += [(replace(row, zero=stages[1]), place) for place in range(max(1, asked.plausible))]
+    elif stage_of(row.zero) is None and not asked.plausible:  # its framework divides states where they would not fit
+        stages_left = (stage for stage in asked.framework.zero_stages if asked.plan.zero_stage < stage < 3)
+        others += [(replace(row, zero=str(stage)), 0) for stage in stages_left]
     for stated, place in others:
         if found.peak_bytes <= found.limit_bytes:
             break

@@ -102,9 +102,12 @@ def _flop(asked: Asked, unit: str) -> float:
 
     NeMo counted attention in full until its nemo/utils/flops_formulas.py had a causal_self_attn; Megatron-Bridge halves it. So
     711 TFLOP/s are 12,273 tokens/s of Llama 3 8B in its table of 24.07, where half of attention would make them 632.
+    Megatron-DeepSpeed, GPT-NeoX and Megatron-LM up to 2022 print what recomputation makes, too (checkpoint_activations_factor).
     """
-    name = asked.row.id
-    if "hardware" in unit or "hfu" in unit or name.startswith("megds"):
+    name, framework = asked.row.id, asked.framework
+    prints_hardware = framework.name == "megatron-deepspeed" or (framework.name == "megatron" and 0 < framework.until < 2023)
+    stated = "model" in unit or "mfu" in unit
+    if "hardware" in unit or "hfu" in unit or (prints_hardware and not stated):
         return selective_flop(asked) if asked.recompute == "selective" else hardware_flop(asked)
     return model_flop(asked, causal=name.startswith(("nemo-bridge", "llama3", "titan")))
 

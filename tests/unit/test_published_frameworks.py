@@ -144,6 +144,19 @@ def test_an_unknown_framework_does_not_fit_only_if_no_plausible_one_does() -> No
     assert too_large.fit_probability < 0.5
 
 
+def test_a_known_framework_divides_states_that_would_not_fit() -> None:
+    """GLM-130B, 768 A100 of 40 GB by Megatron-DeepSpeed: 4e9 parameters per GPU. The table does not say ZeRO, the run had 1."""
+    values = NAMELESS | LLAMA | {"hardware": "A100-40GB", "notes": "Megatron-DeepSpeed", "recompute": "full", "gpus": "768"}
+    split = {"tp": "4", "pp": "8", "dp": "24", "layers": "70", "hidden": "12288", "heads": "96", "global_batch": "4224"}
+    row = row_with(**values | split | {"model": "GLM-130B", "seq": "2048", "precision": "fp16"})
+    found, whole = predict(row_of(row)), predict(row_of(row | {"zero_stage": "0"}))
+    assert found.fit_probability is not None
+    assert found.fit_probability > 0.5
+    assert "memory as megatron-deepspeed holds it with ZeRO 1" in found.why
+    assert whole.fit_probability is not None
+    assert whole.fit_probability < 0.5
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "expected"),
     [

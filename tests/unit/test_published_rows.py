@@ -114,9 +114,12 @@ def test_flop_are_counted_as_megatron_counts_them() -> None:
     """Narayanan et al. (2021), equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
     batch, seq, layers, hidden, vocab = 16, 1024, 4, 1024, 51200
     flop = 96 * batch * seq * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
-    assert in_unit(question(unit="TFLOP/s/GPU (hardware, incl. recompute)"), 2.0) == pytest.approx(
-        flop / 2 / 8 / 1e12, rel=1e-9
-    )
+    expected = pytest.approx(flop / 2 / 8 / 1e12, rel=1e-9)
+    assert in_unit(question(unit="TFLOP/s/GPU (hardware, incl. recompute)"), 2.0) == expected
+    old, core = {"id": "a-1", "notes": "GPT-NeoX, Megatron-DeepSpeed"}, {"id": "a-1", "notes": "Megatron-Core"}
+    assert in_unit(question(**old, unit="TFLOP/s/GPU"), 2.0) == expected  # its print-out says no more
+    assert in_unit(question(**old, unit="TFLOP/s/GPU (model)"), 2.0) < 0.9 * flop / 2 / 8 / 1e12
+    assert in_unit(question(**core, unit="TFLOP/s/GPU"), 2.0) < 0.9 * flop / 2 / 8 / 1e12
 
 
 def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
