@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import parsim
 from parsim.costs.compute.formula import tile_seconds
 from parsim.hardware.records import to_text
 from tools.parts import attentions, collectives, products
@@ -128,6 +129,51 @@ def test_bursts_alone_take_the_gain_that_others_of_the_family_show(limits: dict[
         assert fitted(untold=products.untold) > 1.05
     else:
         assert fitted() < 0.97
+
+
+def test_a_board_is_no_slower_than_a_lesser_one_that_was_measured() -> None:
+    """By fits to two tables the B300 multiplied 1% slower than the B200, with a tenth more watts and no less of the rest."""
+    from tools.parts.gpus import Fitted, no_slower
+
+    def fit(utilisation: float, points: int = 200) -> Fitted:
+        return Fitted({**TRUTH, "utilisation": utilisation}, points, (1e8, 1e13), {}, [])
+
+    fits = {"b200": fit(0.70), "b300": fit(0.69), "gb200": fit(0.71), "h200": fit(0.5), "gb300": fit(0.9, points=0)}
+    watts = {"b200": 1000.0, "b300": 1100.0, "gb200": 1200.0, "h200": 1400.0, "gb300": 900.0}
+    found = no_slower(fits, lambda gpu: CHIP if gpu.name in fits else None, watts)
+    raised = {name: entry.parameters["utilisation"] for name, entry in found.items()}
+    assert raised == pytest.approx({"b200": 0.70, "b300": 0.70, "gb200": 0.71, "h200": 0.5, "gb300": 0.9}, rel=1e-4)
+    smaller = replace(CHIP, peak_flop_per_s=CHIP.peak_flop_per_s / 1.01)
+    found = no_slower(fits, lambda gpu: {**dict.fromkeys(fits, CHIP), "b300": smaller}.get(gpu.name), watts)
+    assert found["b300"] == fits["b300"]
+
+
+BOARDS = {
+    "bf16": ("a100-pcie-40gb < a100-pcie-80gb < a100-sxm-80gb", "h100-pcie < h100-sxm < h200", "b200 < b300 < gb300"),
+    "fp8": ("h100-pcie < h100-sxm < h200", "b200 < b300 < gb300", "b200 < gb200 < gb300", "mi300x < mi325x"),
+    "nvfp4": ("b200 < b300 < gb300", "b200 < gb200 < gb300"),
+    "amp_fp16": ("v100-pcie-16gb < v100-sxm-16gb", "a100-sxm-40gb < a100-sxm-80gb", "mi300x < mi325x", "b200 < gb200 < gb300"),
+}
+"""Boards of one silicon, each with no less power, peak and bandwidth than those before it."""
+
+
+@pytest.mark.parametrize("precision", BOARDS)
+def test_no_board_is_priced_slower_than_a_lesser_one_of_its_silicon(precision: str) -> None:
+    seconds = {}
+    for gpu in {name for chain in BOARDS[precision] for name in chain.split(" < ")}:
+        one = parsim.simulate(
+            "llama3-8b",
+            cluster=f"1x{gpu}",
+            global_batch=1,
+            precision=precision,
+            seq=4096,
+            args={"layers": 1},
+            settings={"software.framework": "megatron", "plan.strategy": "custom", "plan.mesh": {"dp": 1}},
+        )  # of which hosts decide no kernel: Grace launches them slower than Xeon
+        seconds[gpu] = one.step_s.median
+    for chain in BOARDS[precision]:
+        times = [seconds[gpu] for gpu in chain.split(" < ")]
+        assert times == sorted(times, reverse=True), f"{chain}: {times}"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class Family:
     base: Prior
     limits: Mapping[str, float] = field(default_factory=dict)
     fits: dict[str, Array] = field(default_factory=dict)
+    final: dict[str, Array] = field(default_factory=dict)
     untold: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def lenders(self, gpu: CatalogGpu) -> list[CatalogGpu]:
@@ -70,7 +71,7 @@ class Family:
         others = self.lenders(gpu)
         same = [other.name for other in others if other.chip == gpu.chip != ""]
         if same and gpu.name not in self.fits:
-            mean = np.mean([self.fits[name] for name in same], axis=0)
+            mean = np.mean([self.final[name] for name in same], axis=0)
             return Prior(self.base.names, mean, self.base.sigma), same
         near = [other.name for other in others if other.family == gpu.family]
         donors = near or sorted((other.name for other in others), key=list(self.fits).index)
@@ -144,13 +145,16 @@ def fit_all(
         if own is not None and len(data[gpu.name]):
             family.fits[gpu.name] = fit(data[gpu.name], own, family.held(gpu, base))
     found: dict[str, Fitted] = {}
-    for gpu in GPUS:
+    for gpu in sorted(
+        GPUS, key=lambda gpu: gpu.name not in family.fits
+    ):  # a board without rows is what its chip turned out to be
         own = chip(gpu)
         if own is None:
             continue
         rows = data[gpu.name]
         prior, donors = family.prior(gpu)
         theta = fit(rows, own, prior) if len(rows) else prior.mean
+        family.final[gpu.name] = theta
         held: dict[str, Errors] = {}
         if len(rows):
             held = leave_out(rows, own, prior)
@@ -249,6 +253,7 @@ def _product_fits(
     def leave_out(rows: products.Products, own: Chip, prior: Prior) -> dict[str, Errors]:
         return {**products.errors_without_sources(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
 
+    watts = {name: float(row["tdp_w"]) for name, row in peaks.items() if row["tdp_w"]}
     fitted = fit_all(
         products.BASE,
         rows_of,
@@ -258,8 +263,9 @@ def _product_fits(
         leave_out,
         lambda rows: np.asarray(rows.flop),
         products.untold,
-        {name: float(row["tdp_w"]) for name, row in peaks.items() if row["tdp_w"]},
+        watts,
     )
+    fitted = no_slower(fitted, chip, watts)
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in fitted.items():
         sigma = sigma_of(own, fitted)
@@ -267,6 +273,28 @@ def _product_fits(
         if kind == HALF:
             tf32 = Fitted(own.parameters, 0, own.flop, {}, [name])
             found[name].append(part_fit("matmul", "forward", "tiles", ["tf32"], TILE_COEFFICIENTS, tf32, sigma + TF32_SIGMA))
+    return found
+
+
+def no_slower(
+    fitted: Mapping[str, Fitted], chip: Callable[[CatalogGpu], Chip | None], watts: Mapping[str, float]
+) -> dict[str, Fitted]:
+    """The fits, with no large product slower than on a measured board of the family with no more watts, peak and bandwidth.
+
+    Boards of one silicon differ by less than fits to tables of different libraries do.
+    """
+    found = dict(fitted)
+    boards = {gpu.name: (gpu.family, own, watts.get(gpu.name, 0.0)) for gpu in GPUS if (own := chip(gpu)) is not None}
+    for name, (family, own, limit) in sorted(boards.items(), key=lambda entry: entry[1][2]):
+        lesser = [
+            other
+            for other, (kin, its, most) in boards.items()
+            if kin == family and found[other].points and 0 < most <= limit and its.is_within(own)
+        ]
+        seconds = products.large_s(own, found[name].parameters)
+        least = min((products.large_s(boards[other][1], found[other].parameters) for other in lesser), default=seconds)
+        raised = found[name].parameters["utilisation"] * max(1.0, seconds / least)
+        found[name] = replace(found[name], parameters={**found[name].parameters, "utilisation": raised})
     return found
 
 

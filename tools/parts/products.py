@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parsim.costs.compute.formula import TILE_COEFFICIENTS, Array, tile_parts
+from parsim.costs.compute.formula import TILE_COEFFICIENTS, Array, tile_parts, tile_seconds
 from tools.parts.robust import Errors, Prior, RowTable, errors, fit, leave_sources_out, named, source_weights
 
 if TYPE_CHECKING:
@@ -68,6 +68,13 @@ class Chip:
     multiprocessors: float
     peak_flop_per_s: float
     memory_bandwidth_bytes_per_s: float
+
+    def is_within(self, other: Chip) -> bool:
+        """Whether it has no more of peak and bandwidth."""
+        return (
+            self.peak_flop_per_s <= other.peak_flop_per_s
+            and self.memory_bandwidth_bytes_per_s <= other.memory_bandwidth_bytes_per_s
+        )
 
     def coefficients(self) -> dict[str, float]:
         return {
@@ -174,6 +181,13 @@ def untold(rows: Products) -> tuple[int, ...]:
     limited = (rows.sustained > 0) & np.array([not source.startswith(TRACES) for source in rows.source], dtype=bool)
     both = min(int((large & limited).sum()), int((large & (rows.sustained == 0)).sum())) >= LEAST_LARGE
     return () if both else (NAMES.index("burst_gain"), NAMES.index("burst_s"))
+
+
+def large_s(chip: Chip, parameters: Mapping[str, float]) -> float:
+    """Seconds of a product of two matrices of 8,192 rows and columns, of which memory takes little."""
+    side = np.array([8192.0])
+    seconds = tile_seconds(side, side, side, np.ones(1), np.zeros(1), {**parameters, **chip.coefficients()})
+    return float(seconds[0])
 
 
 def judge(rows: Products, chip: Chip, parameters: Mapping[str, float]) -> Errors:
