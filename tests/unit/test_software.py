@@ -16,8 +16,9 @@ from parsim.app.prediction import AssumedFramework
 from parsim.app.question import question_of, taken_defaults
 from parsim.errors import ConfigError
 from parsim.model.catalogue.frameworks import FRAMEWORKS, KERNELS, framework_of
-from parsim.model.catalogue.names import software_of
-from parsim.model.catalogue.transformer import BALANCED
+from parsim.model.catalogue.names import NAMED, software_of
+from parsim.model.catalogue.sublayers import SamplePart, Software
+from parsim.model.catalogue.transformer import BALANCED, transformer
 from parsim.model.divided import ExpertRouting
 from parsim.model.load import load_model
 from parsim.plans.constraints import PlanConstraints
@@ -203,6 +204,21 @@ def test_unfused_permutation_moves_more() -> None:
     ]
     fused, single = (software_of(dict(each.model_spec.args)) for each in asked)
     assert (fused.permutation_arrays, single.permutation_arrays) == (4.0, 7.0)
+
+
+def test_megatron_core_adds_biases_of_experts_operation_by_operation() -> None:
+    """28 bytes per visit and channel: a product in fp32 (4), its sum with the output (10), a copy (8) and a cast (6)."""
+    shape = NAMED["gpt-oss-120b"].shape
+    assert shape is not None
+
+    def moved(software: Software) -> int:
+        model = transformer(replace(shape, layers=1), software, SamplePart(tokens=64, context=64), "sublayer")
+        return sum(each.activation_bytes * each.count for part in model.components for each in part.operators)
+
+    core = KERNELS["megatron-core"]
+    visits, of_full = 64 * shape.active, 2  # operators count four bytes per element
+    added = moved(core) - moved(replace(core, expert_bias_arrays=0.0))
+    assert added == of_full * 28 * visits * shape.hidden
 
 
 IMAGES = (

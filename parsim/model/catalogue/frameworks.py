@@ -127,10 +127,11 @@ MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
 """Every microbatch adds its gradients in 16 bits: read twice, written once. Where the channels of a head are no multiple of 8,
 the products of unfused attention run at no more than half of the fp32 peak: BLOOM's rows with 108 and 150 channels show it."""
 
-CORE = replace(COMPILED, gradient_arrays=1.3, loss_bytes=4, loss_peak=2)
+CORE = replace(COMPILED, gradient_arrays=1.3, loss_bytes=4, loss_peak=2, expert_bias_arrays=14.0)
 """Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes). Of a
 logit its softmax is kept in fp32, and becomes the gradient in place, which is copied to 16 bits (NVIDIA/Megatron-LM
-megatron/core/tensor_parallel/cross_entropy.py @00611e6eeb0b)."""
+megatron/core/tensor_parallel/cross_entropy.py @00611e6eeb0b). The bias of experts times the router's weight is fp32,
+added, joined and cast again (megatron-core 0.15.0, TEGroupedMLP._apply_bias)."""
 
 TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arrays=10.0, gradient_arrays=4.0)
 """A fused loss; two metrics that each pass over all logits in fp32 (Composer evaluates LanguageCrossEntropy and

@@ -158,6 +158,7 @@ class Software:
             moves 3; operation by operation it is 5 (peft/tuners/lora/layer.py: `result + lora_B(lora_A(x)) * scaling`).
         permutation_arrays: moved per visit of an expert and channel, to sort tokens by expert and to add up what comes back.
             Fused, both read and write once.
+        expert_bias_arrays: moved per visit and channel, to add the bias of an expert's second product; 0: the product adds it.
     """
 
     flash: bool = False
@@ -181,6 +182,7 @@ class Software:
     early_stop: bool = False
     bias_kernels: bool = False
     permutation_arrays: float = 4.0
+    expert_bias_arrays: float = 0.0
     adapter_arrays: float = 3.0
 
 
@@ -714,6 +716,8 @@ def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> 
     layer.moved(problems * rows * inner, arrays, divided=True)
     activation = layer.since(begin)
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
+    if bias and name == "experts" and software.expert_bias_arrays:
+        layer.moved(problems * rows * shape.hidden, software.expert_bias_arrays, divided=False)
     saved = copies if shape.gated else copies - 1
     size = round(problems * rows * inner * (part.element_bytes * saved + layer.input_bytes(f"{name}.down")))
     layer.saved.add(size, divided=True)
