@@ -697,7 +697,8 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     """What makes a plan harder to run and to change, the worst first: plans are compared by these numbers.
 
     Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; a cp axis; an ep axis; recomputation;
-    ZeRO (0, 3 as FSDP has it, 2, 1); sharding groups; chunks of a stage; buckets that are not PyTorch's.
+    ZeRO (0, then 3 as FSDP has it, of a pipeline 1 as Megatron has it); sharding groups; chunks of a stage; buckets other than
+    PyTorch's.
     """
     mesh = plan.mesh
     return (
@@ -708,7 +709,7 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
         mesh.cp > 1,
         mesh.ep > 1,
         bool(plan.recomputes),
-        (0, 3, 2, 1).index(plan.zero_stage),
+        ((0, 1, 2, 3) if mesh.pp > 1 else (0, 3, 2, 1)).index(plan.zero_stage),
         mesh.dp_shard > 0,
         plan.chunks > 1,
         plan.bucket_bytes != DEFAULT_BUCKET_BYTES,
@@ -743,11 +744,11 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
 
 
 def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
-    """The plan without ZeRO, as FSDP, without sharding groups, and with PyTorch's buckets, as far as that is simpler and the
-    question leaves it open."""
+    """The plan without ZeRO or at its simplest stage, without sharding groups, and with PyTorch's buckets, as far as that is
+    simpler and the question leaves it open."""
     asked = problem.constraints
     is_free = not isinstance(problem.zero_stage, int) and asked.dp_shard is None
-    stages = {plan.zero_stage, *({0, 3}.intersection(problem.zero_stages) if is_free and plan.zero_stage else ())}
+    stages = {plan.zero_stage, *({0, 1, 3}.intersection(problem.zero_stages) if is_free and plan.zero_stage else ())}
     sizes = {plan.bucket_bytes, *((DEFAULT_BUCKET_BYTES,) if asked.bucket_bytes is None else ())}
     meshes = {plan.mesh, *((plan.mesh.undivided(),) if asked.dp_shard is None else ())}
     for stage, size, mesh in product(stages, sizes, meshes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -30,7 +31,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import custom_plan
 from parsim.search.families import FAMILIES
 from parsim.search.recompute import recomputed_to_fit
-from parsim.search.search import _rows, most_frequent, search, simplest_tie
+from parsim.search.search import _rows, complexity, most_frequent, search, simplest_tie
 from parsim.search.tree import TIE, JudgedPlan, is_tie
 from parsim.work import Compute, Phase
 from tests.machines import machine
@@ -299,6 +300,17 @@ def test_a_tie_is_a_share_of_the_step() -> None:
         assert is_tie(1.034 * step_s, step_s)
         assert is_tie(0.5 * step_s, step_s)
         assert not is_tie(1.036 * step_s, step_s)
+
+
+def test_stages_of_zero_are_as_simple_as_the_software_of_the_layout_has_them() -> None:
+    """Replicas are sharded as FSDP does; a pipeline's keep their weights, as with Megatron's distributed optimizer."""
+    question = problem(4)
+    for mesh, order in ((Mesh(dp=4), [0, 3, 2, 1]), (Mesh(pp=2, dp=2), [0, 1, 2, 3])):
+        plans = [replace(custom_plan(question, mesh), zero_stage=stage) for stage in range(4)]
+        assert [plan.zero_stage for plan in sorted(plans, key=partial(complexity, question))] == order
+        told = [JudgedPlan(plan=plans[2], step_s=1.0)]
+        found = simplest_tie(question, told, lambda plan: 1.0 if plan.zero_stage else float("inf"))
+        assert found.plan.zero_stage == order[1]
 
 
 def test_a_simpler_plan_that_does_not_fit_ties_with_nothing() -> None:
