@@ -7,6 +7,7 @@ components, of Lightning's Trainer and litgpt, and of openrlhf/cli/train_sft.py.
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 from parsim.errors import ConfigError
@@ -26,7 +27,7 @@ from parsim.formats.scripts import note_hanging, option_values
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.torchtitan import SCHEDULES
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
-from parsim.model.catalogue.names import shape_of
+from parsim.model.catalogue.names import is_transformer, shape_of
 
 # axolotl.
 
@@ -138,17 +139,18 @@ def read_torchtune(source: SourceFile) -> Recipe:
     """A file of torchtune. Raises ConfigError for DoRA, distillation, or a model that must be named beside it."""
     keys = FileKeys(TORCHTUNE, yaml_table(source))
     recipe = Recipe(framework=TORCHTUNE, software={"framework": "torchtune"})
-    component = keys.text("model._component_", default="(none)").rpartition(".")[2]
+    if not any(key.startswith("optimizer") for key in keys.values):
+        raise ConfigError(f"{TORCHTUNE}: it has no optimizer, and trains nothing; give the file of a training")
+    component = keys.text("model._component_").rpartition(".")[2]
     adapted = re.match(r"(q?[ld]ora)_", component)
     component = component.removeprefix(adapted[0] if adapted else "")
-    if "teacher_model._component_" in keys.values or "ref_checkpointer._component_" in keys.values:
+    if keys.values.keys() & {f"{other}._component_" for other in ("teacher_model", "ref_checkpointer", "policy_model")}:
         raise ConfigError(f"{TORCHTUNE}: it runs a second model beside the first, which is not priced")
-    recipe.name_model("model._component_", re.sub(r"(?<=\d)_(?=\d_)", ".", component))
-    seq = keys.number("tokenizer.max_seq_len", "dataset.max_seq_len", default=0)
-    if seq:
+    recipe.name_model("model._component_", _with_points(component))
+    if seq := keys.number("tokenizer.max_seq_len", "dataset.max_seq_len", default=0):
         recipe.args["seq"] = seq
     else:
-        recipe.missing["model.args.seq"] = "tokenizer.max_seq_len is not set: samples are as long as the data"
+        recipe.assume_length("tokenizer.max_seq_len")
     recipe.micro_batch = keys.number("batch_size", default=2)
     recipe.local_batch = recipe.micro_batch * keys.number("gradient_accumulation_steps", default=1)
     recipe.recompute = "full" if keys.flag("enable_activation_checkpointing") else "none"
@@ -183,6 +185,17 @@ def read_torchtune(source: SourceFile) -> Recipe:
     recipe.zero = 0 if shard == "1" else 2 if keys.text("fsdp_reshard_after_forward").lower() == "false" else 3
     keys.sort(recipe, left_out=TORCHTUNE_LEFT_OUT, ignored=TORCHTUNE_SAME_TIME)
     return recipe
+
+
+def _with_points(name: str) -> str:
+    """`qwen2_5_1_5b` is qwen2.5-1.5b: of the underscores between digits those are points with which a model ships."""
+    parts = re.split(r"(?<=\d)_(?=\d)", name)
+    ways = product("_.", repeat=len(parts) - 1) if len(parts) <= MOST_PARTS else ()
+    names = ("".join((parts[0], *(mark + part for mark, part in zip(way, parts[1:], strict=True)))) for way in ways)
+    return next(filter(is_transformer, names), name)
+
+
+MOST_PARTS = 5
 
 
 # NeMo AutoModel.
@@ -223,7 +236,7 @@ def read_automodel(source: SourceFile) -> Recipe:
     if seq := next((size for key in lengths if (size := keys.number(key, default=0))), 0):
         recipe.args["seq"] = seq
     else:
-        recipe.missing["model.args.seq"] = "no packed_sequence_size or seq_len is set: samples are as long as the data"
+        recipe.assume_length("dataset.seq_len")
     keys.degrees(recipe, **{axis: f"distributed.{axis}_size" for axis in ("tp", "pp", "cp", "ep")})
     keys.degrees(recipe, replicate="distributed.dp_replicate_size")
     recipe.dp = keys.number("distributed.dp_size", default=0)
@@ -515,7 +528,7 @@ FORMATS = {
     ),
     "torchtune": FileFormat(
         layouts="recipes for one and for several GPUs",
-        refuses="DoRA; distillation, which runs a second model",
+        refuses="DoRA; what runs a second model, or trains nothing",
         what="a YAML file of torchtune",
         tool=TORCHTUNE,
         reads="recipe",

@@ -216,8 +216,8 @@ def is_nanogpt(source: SourceFile) -> bool:
 
 
 FOUNDRY, OLMO = "llm-foundry", "OLMo"
-COMPOSER_MARK = re.compile(r"^global_train_batch_size\s*:", re.MULTILINE)
-"""A key of every such file, and of no other tool's."""
+COMPOSER_MARK = re.compile(r"^[ \t]*global_train_batch_size\s*:", re.MULTILINE)
+"""A key of every such file, and of no other tool's; in a table `parameters` where the file is for MosaicML's launcher."""
 COMPOSER_PRECISIONS = {"amp_bf16": "amp_bf16", "amp_fp16": "amp_fp16", "amp_fp8": "fp8", "fp32": "fp32"}
 SIZES = {"layers": "n_layers", "hidden": "d_model", "heads": "n_heads"}
 RECOMPUTED = {"one_in_two": 2, "one_in_three": 3, "one_in_four": 4, "one_in_eight": 8}
@@ -243,6 +243,8 @@ COMPOSER_LEFT_OUT = {
 def read_composer(source: SourceFile) -> Recipe:
     """A file of llm-foundry or OLMo. Raises ConfigError for adapters, or experts of another kind."""
     document = yaml_table(source)
+    if isinstance(inner := document.get("parameters"), dict) and "global_train_batch_size" not in document:
+        document = inner
     olmo = not (isinstance(document.get("model"), dict) and "name" in document["model"])
     keys = FileKeys(OLMO if olmo else FOUNDRY, document)
     recipe = Recipe(framework=keys.framework)
@@ -267,6 +269,9 @@ def read_composer(source: SourceFile) -> Recipe:
     recipe.training["precision"] = keys.choice(COMPOSER_PRECISIONS, "precision", default="amp_bf16")
     take_optimizer(keys.text("optimizer.name", default="adamw").removeprefix("decoupled_"), recipe)
     _divided(keys, recipe)
+    keys.degrees(recipe, tp="tp_config.tensor_parallel_degree")
+    if recipe.tp > 1 and (strategy := keys.text("tp_config.strategy", default="ffn")) == "ffn":
+        recipe.left_out["tp_config.strategy"] = f"{strategy} cuts the MLPs alone, and parsim cuts attention too"
     again = keys.text("activation_checkpointing", default="none").lower()
     if keys.flag("fsdp_config.activation_checkpointing") or again in ("whole_layer", "true"):
         recipe.recompute = "full"
@@ -469,6 +474,9 @@ MAXTEXT_SHAPE = {
     "active": "num_experts_per_tok",
     "expert_ffn": "base_moe_mlp_dim",
 }
+MAXTEXT_BASE = {"base_emb_dim": 2048, "base_num_query_heads": 16, "base_num_kv_heads": 16, "base_mlp_dim": 7168}
+MAXTEXT_BASE |= {"base_num_decoder_layers": 16, "head_dim": 128, "vocab_size": 32_000, "max_target_length": 2048}
+"""Sizes of base.yml, which scripts of MaxText change (src/maxtext/configs/base.yml; releases of 2023 had others)."""
 KEPT = ("minimal", "save_qkv_proj", "save_dot_except_mlp", "save_dot_except_mlpwi", "save_dot_with_context_except_mlp")
 MAXTEXT_SAME_TIME = re.compile(
     r"(run_name|base_output|steps|log_|profiler|skip_first|dataset|hf_|tokenizer|enable_checkpointing|async_|checkpoint|"
@@ -476,7 +484,7 @@ MAXTEXT_SAME_TIME = re.compile(
     r"mu_dtype|hardware|jax_|compile|metrics|gcs_|tensorboard|init_|dropout|rope_|normalization|mlp_activations|"
     r"logits_|attention$|attention_type|scan_layers|shard_mode|num_slices|expansion|grain|remat_policy|megablox|sparse_matmul|"
     r"max_prefill|base_config|model_name|sa_|reuse_|dump_|upload_|enable_jax|use_vertex|vertex|hide_profiler|"
-    r"allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
+    r"enable_profiler|[A-Z][A-Z_]+$|allow_split|mesh_axes|logical_axis|data_sharding|custom_mesh|decoder_block|wo_tile|wi_tile|gmm_)"
 )
 MAXTEXT_LEFT_OUT = {
     "capacity_factor": "experts are visited evenly, and no token is dropped",
@@ -550,9 +558,15 @@ def read_maxtext(document: Mapping[str, Any], model: str = "") -> Recipe:
 def _read_maxtext_script(source: SourceFile) -> Recipe:
     """A script, whose keys count more than those of the file that it names; one that is not there names the model at most."""
     keys, words = overrides_of(source.text), words_of(source.text)
-    name = next((word for word in words if word.endswith(YAML) and Path(word).stem != "base"), "")
+    names = [word for word in words if word.endswith(YAML)]
+    name = next((word for word in names if Path(word).stem != "base"), "")
     if (file := file_named(name, source.path)) is not None:
         return read_maxtext(yaml_table(opened(file)) | keys)
+    if names and not name and "model_name" not in keys:
+        heads = keys.pop("base_num_heads", MAXTEXT_BASE["base_num_query_heads"])
+        recipe = read_maxtext(_scaled(MAXTEXT_BASE | {"base_num_query_heads": heads, "base_num_kv_heads": heads} | keys))
+        recipe.left_out["base.yml"] = "it is not beside the script: what the script leaves open is as in today's release"
+        return recipe
     if not name or "per_device_batch_size" in keys:
         return read_maxtext(keys)
     recipe = read_maxtext(keys, "" if "model_name" in keys else Path(name).stem)
@@ -560,6 +574,19 @@ def _read_maxtext_script(source: SourceFile) -> Recipe:
         f"per_device_batch_size may be in {Path(name).name}, which is not beside the script"
     )
     return recipe
+
+
+def _scaled(keys: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by the one factor that MaxText has for all of them: heads and MLP, then width, then layers are doubled in turn.
+
+    Source: MaxText, pyconfig.get_individual_scales.
+    """
+    scale = whole_number(MAXTEXT, "global_parameter_scale", keys.pop("scale", keys.pop("global_parameter_scale", 1)), 1)
+    whole, rest = divmod(scale.bit_length() - 1, 3)
+    doubled = {"base_num_query_heads": rest > 0, "base_num_kv_heads": rest > 0, "base_mlp_dim": rest > 0}
+    doubled |= {"base_emb_dim": rest > 1, "base_num_decoder_layers": False}
+    sizes = {key: whole_number(MAXTEXT, key, keys[key]) << (whole + again) for key, again in doubled.items()}
+    return keys | (sizes if scale > 1 else {})
 
 
 def _degree(keys: FileKeys, words: tuple[str, ...], free: int = 1) -> int:
@@ -716,7 +743,7 @@ FORMATS = {
         read=read_nanogpt,
     ),
     "composer": FileFormat(
-        layouts="llm-foundry with and without variables, sizes or Hugging Face names; OLMo's older trainer",
+        layouts="llm-foundry with and without variables or its launcher, sizes or Hugging Face names; OLMo's older trainer",
         refuses="adapters, mixtures of experts; a model or a node's size that the file lacks, until --set",
         what="a YAML file of llm-foundry or OLMo",
         tool=FOUNDRY,

@@ -18,7 +18,17 @@ from parsim.errors import ConfigError, MissingDependencyError, first_few
 from parsim.files import read_text, reading
 from parsim.formats.source import FileFormat, SourceFile, file_formats
 from parsim.model.catalogue.frameworks import FRAMEWORKS
-from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, normalised, sequence_of, shape_of
+from parsim.model.catalogue.names import (
+    CASTS,
+    DOCUMENT,
+    OWN,
+    is_transformer,
+    model_within,
+    named,
+    normalised,
+    sequence_of,
+    shape_of,
+)
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.formats import number_format
 from parsim.model.model import LAYER
@@ -238,11 +248,23 @@ class Recipe:
         self.taken[key] = name
         if is_transformer(name):
             self.model = normalised(name)
+        elif inner := model_within(name):
+            self.model, self.left_out[key] = inner, f"{printable(name)} is taken as {inner}, whose name it holds"
         else:
             self.model = ""
             self.missing["model.name"] = f"{key} = {printable(name)!r} is no model whose sizes ship (see `parsim models`)"
 
+    def assume_length(self, key: str) -> None:
+        """Take USUAL_LENGTH tokens, or as many as the model has at most, where no key of the file says how many."""
+        most = sequence_of(self.model, {}) if self.model else USUAL_LENGTH
+        self.args["seq"] = min(USUAL_LENGTH, most)
+        self.left_out[key] = (
+            f"it is not set, and samples are as long as the data: {self.args['seq']:,} tokens are taken (--set model.args.seq=N)"
+        )
 
+
+USUAL_LENGTH = 2048
+"""Tokens of a sample that most files of fine-tuning set."""
 HEAVY = re.compile(
     r"parallel|shard|zero|fsdp|tp_|pp_|degree|world|nodes|batch|accumulat|seq|length|layers|hidden|heads|expert|vocab|"
     r"checkpointing|recompute|remat|offload|precision|dtype|fp8|fp4|quant|lora|adapter|optim|compile|packing"

@@ -201,6 +201,8 @@ def words_of(text: str) -> list[str]:
                 f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
             )
         variables[name] = new
+    if not any(word.startswith("--") for word in words):  # it gives options to a script that sources it
+        words += [word for value in variables.values() if "--" in value for word in _words(value)]
     return words
 
 

@@ -985,6 +985,25 @@ def test_names_of_folders_are_those_of_models(tmp_path: Path, name: str, model: 
     assert read(tmp_path, "b.sh", start).missing["model.name"] == "no model_name_or_path is in the file"
 
 
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("NousResearch/Hermes-2-Pro-Mistral-7B", "mistral-7b"),
+        ("./out/qwen2-7b-my-run", "qwen2-7b"),
+        ("meta-llama/Llama-3.2-11B-Vision-Instruct", ""),
+        ("my-gpt2-model", ""),
+        ("lmms-lab/llava-llama3-8b", ""),
+        ("llama3-8bit", ""),
+    ],
+)
+def test_a_name_around_that_of_a_model_is_taken_as_it_and_told(name: str, model: str) -> None:
+    recipe = Recipe(framework="any")
+    recipe.name_model("base_model", name)
+    assert recipe.model == model
+    assert ("base_model" in recipe.left_out) is bool(model)
+    assert ("model.name" in recipe.missing) is not bool(model)
+
+
 @pytest.mark.parametrize(("more", "stage_layers"), [("", [8, 8, 8, 8]), ('"virtual_pp_degree": 3, ', None)])
 def test_stages_are_even_where_nobody_says_otherwise(tmp_path: Path, more: str, stage_layers: object) -> None:
     """Cut by cost, they would be another plan than that of the file, and each question about it a search."""

@@ -171,6 +171,20 @@ def normalised(name: str) -> str:
     return ALIASES.get(text, text)
 
 
+OF_MORE_THAN_TEXT = re.compile(r"llava|vision|video|audio|omni|-vl\b|image|reward|embed")
+
+
+def model_within(name: str) -> str:
+    """The longest name of a model with a size in it that another name holds, as `hermes-2-pro-mistral-7b` does; "": none."""
+    text = normalised(name)
+    if OF_MORE_THAN_TEXT.search(text):
+        return ""
+    sized = (
+        known for known in NAMED if re.search(r"\d[bm]$", known) and re.search(rf"(?<![^-]){re.escape(known)}(?![^-])", text)
+    )
+    return max(sized, key=len, default="")
+
+
 def named(name: str) -> NamedModel | None:
     """The row of a name or of an alias; None: not in the table."""
     return NAMED.get(normalised(name))
