@@ -38,7 +38,7 @@ from parsim.formats.recipe import (
 )
 from parsim.formats.scripts import MOST_LETTERS, UNKNOWN, Script, option_values, options_of, overrides_of, path_of, walk
 from parsim.formats.source import NEOX_MARKS, FileFormat, SourceFile, marked
-from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
+from parsim.model.catalogue.names import KERNEL, LOSS, MODULES_AGAIN, NAMED, OWN, SELECTIVE, SEQUENCE_PARALLEL, named
 from parsim.model.catalogue.sublayers import MODULES
 from parsim.model.formats import STATE_BYTES
 from parsim.plans.stages import with_ends
@@ -64,7 +64,7 @@ IGNORED = re.compile(
     r"enabled|steps-per-print|wall-clock|initial-scale|reduce-|overlap-comm|contiguous-|partition-act|gpt-j-residual|launcher|"
     r"train-tokens|deepspeed|no-pipeline|num-gpus|use-flash-attn-v2|empty-unused|tiktoken|no-create-attention|no-mmap|mtp-loss|"
     r"mlp-type|activation$|fp32-allreduce|stage3-|sub-group|packing|merge-lora|dataset|max-epochs|moe-loss|moe-(train|eval|min)-cap|create-moe|force-multi|num-nodes|hostfile|rms-norm-eps|"
-    r"keep-last|extra-save|moe-shared-expert-overlap|sync-cuda|buffer-size|constant-steps|ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
+    r"output$|keep-last|extra-save|moe-shared-expert-overlap|sync-cuda|buffer-size|constant-steps|ntasks|kill-switch|abort-on|sync-tp-dup|extra-vocab|patch-tokenizer|rdzv|tee|max-restarts|job|"
     r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory)|"
     r"(tp-comm-overlap|overlap-moe-expert-parallel-comm|delay-wgrad-compute|moe-token-dispatcher-type|moe-enable-deepep|"
     r"moe-flex-dispatcher-backend|overlap-grad-reduce|overlap-param-gather|no-overlap-p2p-communication|"
@@ -100,6 +100,13 @@ LEFT_OUT = {
     "recompute-num-layers": "full recomputation is that of every layer, each by itself",
     "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
+    **dict.fromkeys(
+        ("ulysses-degree-in-cp", "context-parallel-algo"), "attention exchanges keys and values in a ring over all of the axis"
+    ),
+    **dict.fromkeys(
+        ("use-deltanet", "experimental-attention-variant", "linear-attention-type"), "attention is softmax over all tokens"
+    ),
+    "main-params-dtype": "copies of the weights are in fp32",
     "ds-sequence-parallel": "attention exchanges keys and values in a ring, where DeepSpeed exchanges heads",
     "mtp-num-layers": "the layers that predict further tokens are not in the model",
     "expert-tensor-parallel-size": "experts are cut as the rest is",
@@ -175,12 +182,22 @@ def read_script(text: str) -> Recipe:
             "model by name or as an nn.Module (`parsim models` lists t5-3b and vit-l-16)"
         )
     options = options_of(text)
+    if found := next((name for name in options if name in HYBRID), ""):
+        raise ConfigError(
+            f"{NAME}: --{found} mixes layers of state spaces with those of a transformer, which these options do not size for "
+            "parsim; give the model as a config.json of Hugging Face"
+        )
+    if "num-rollout" in options or "rollout-batch-size" in options:
+        raise ConfigError(
+            f"{NAME}: --rollout-batch-size trains by rollouts, which no plan of parsim has; drop it to price the training alone"
+        )
     if swift := SWIFT.search(text):
         return _read_swift(swift[1], options, text)
     recipe = _recipe(NAME, options)
     return replace(recipe, args=recipe.args | {"causal": False}) if encoder else recipe
 
 
+HYBRID = {"is-hybrid-model", "hybrid-override-pattern", "hybrid-layer-pattern", "hybrid-attention-ratio", "mamba-num-heads"}
 SWIFT = re.compile(r"\bmegatron\s+(sft|pt|rlhf|export)\b")
 """Of a script that starts Megatron-SWIFT."""
 
@@ -372,6 +389,8 @@ RESIZED = {
 """Options that change a model by name."""
 TOKENIZERS = {"GPT2BPETokenizer": 50257, "20B_tokenizer.json": 50277}
 """Vocabularies of tokenizers that have one file alone, by type or by the name of the file."""
+USUAL_TOKENS = {"Llama2Tokenizer": 32_000, "Llama3Tokenizer": 128_256}
+"""Vocabularies of the models that tokenizers of a type are named for; their file may be another's."""
 MERGED = "GPT2BPETokenizer"
 """The tokenizer of a script that names a file of merges and no other tokenizer."""
 LATENT = {"query_rank": "q-lora-rank", "key_rank": "kv-lora-rank", "rope_dim": "qk-pos-emb-head-dim", "head_dim": "qk-head-dim"}
@@ -440,6 +459,11 @@ def _recipe(framework: str, given: Mapping[str, list[str]], model: str = "") -> 
             if not recipe.args[key]:
                 del recipe.args[key]
                 recipe.missing[f"model.args.{key}"] = _lacking(name, options)
+        usual = USUAL_TOKENS.get(options.text("tokenizer-type"), 0)
+        if "vocab" not in recipe.args and (vocab := usual or _tokens_of_sizes(recipe.args)):
+            recipe.args["vocab"] = _padded(vocab, options)
+            whose = "such tokenizers usually have" if usual else "models of these sizes have"
+            recipe.left_out["--vocab-size"] = f"it follows from a tokenizer file: {vocab:,} are taken, as {whose}"
         if "vocab" not in recipe.args:
             why = "the size of the vocabulary follows from a tokenizer file; add --vocab-size N"
             recipe.missing["model.args.vocab"] = why
@@ -554,9 +578,6 @@ def _shape(options: _Options) -> dict[str, Any]:
     rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
     vocab = options.number("vocab-size", default=0) or options.number("padded-vocab-size", default=0) or _tokens_known(options)
     alibi = options.text("position-embedding-type") == "alibi"
-    step = options.number("make-vocab-size-divisible-by", default=VOCABULARY_STEP, least=1) * options.number(
-        AXES["tp"], default=1, least=1
-    )
     args |= {
         "layers": layers,
         "hidden": hidden,
@@ -564,7 +585,7 @@ def _shape(options: _Options) -> dict[str, Any]:
         "ffn": ffn,
         "norm": "rms" if options.text("normalization", default="LayerNorm").lower() == "rmsnorm" else "layer",
         "rotary": rotary,
-        "vocab": math.ceil(vocab / step) * step,
+        "vocab": _padded(vocab, options),
     }
     if not vocab:
         del args["vocab"]
@@ -605,6 +626,20 @@ def _shape(options: _Options) -> dict[str, Any]:
     return args
 
 
+def _padded(vocab: int, options: _Options) -> int:
+    step = options.number("make-vocab-size-divisible-by", default=VOCABULARY_STEP, least=1)
+    step *= options.number(AXES["tp"], default=1, least=1)
+    return math.ceil(vocab / step) * step
+
+
+def _tokens_of_sizes(args: Mapping[str, Any]) -> int:
+    """The vocabulary of the models that have these layers, width, heads and MLP; 0: none has, or they differ."""
+    shapes = [row.shape for row in NAMED.values() if row.shape is not None]
+    sizes = tuple(args.get(key) for key in ("layers", "hidden", "heads", "ffn"))
+    tokens = {shape.vocab for shape in shapes if (shape.layers, shape.hidden, shape.heads, shape.inner) == sizes}
+    return tokens.pop() if len(tokens) == 1 else 0
+
+
 def _tokens_known(options: _Options) -> int:
     """The vocabulary of a tokenizer that has one alone, or that is named as a model which ships; 0: not known."""
     default = MERGED if "merge-file" in options.given else ""
@@ -630,7 +665,8 @@ def _read_recompute(options: _Options, recipe: Recipe) -> None:
     granularity = options.text("recompute-granularity")
     if options.flag("recompute-activations") or options.flag("checkpoint-activations"):
         granularity = granularity or ("full" if "checkpoint-activations" in options.read else "selective")
-    unfused = options.text("attention-backend") == "unfused" or options.text("transformer-impl") == "local"
+    flash = options.flag("use-flash-attn") or recipe.cp > 1  # which needs it
+    unfused = options.text("attention-backend") == "unfused" or (options.text("transformer-impl") == "local" and not flash)
     if unfused:
         recipe.args["kernels"] = "unfused-attention"
     modules = [word for word in options.given.get("recompute-modules", []) if word in MODULES]

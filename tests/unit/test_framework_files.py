@@ -453,6 +453,31 @@ def test_sizes_that_a_script_lacks_are_named() -> None:
     assert "depends on a value that the file lacks" in missing["model.args.hidden"]
 
 
+@pytest.mark.parametrize(
+    ("options", "vocab", "why"),
+    [
+        ("--num-layers 28 --hidden-size 3584 --num-attention-heads 28 --ffn-hidden-size 18944", 152064, "models of these"),
+        ("--num-layers 3 --hidden-size 64 --num-attention-heads 2 --tokenizer-type Llama3Tokenizer", 128256, "such tokenizers"),
+        ("--num-layers 3 --hidden-size 64 --num-attention-heads 2", 0, ""),
+    ],
+)
+def test_a_vocabulary_that_a_file_has_is_that_of_the_tokenizer_or_of_the_sizes(options: str, vocab: int, why: str) -> None:
+    recipe = read_script(f"pretrain_gpt.py --seq-length 128 --swiglu {options}")
+    assert recipe.args.get("vocab", 0) == -(-vocab // 128) * 128
+    assert why in recipe.left_out.get("--vocab-size", "")
+    assert ("model.args.vocab" in recipe.missing) is not bool(vocab)
+
+
+def test_what_options_of_megatron_do_not_size_is_refused_or_told() -> None:
+    for option, said in (("--hybrid-override-pattern M-M*", "state spaces"), ("--rollout-batch-size 32", "rollouts")):
+        with pytest.raises(ConfigError, match=said):
+            read_script(SIZES + option)
+    recipe = read_script(SIZES + "--context-parallel-size 8 --ulysses-degree-in-cp 4 --transformer-impl local --use-flash-attn")
+    assert recipe.cp == 8
+    assert "--ulysses-degree-in-cp" in recipe.left_out
+    assert "kernels" not in recipe.args
+
+
 def test_context_and_expert_axes_of_megatron() -> None:
     recipe = read_script(SIZES + "--context-parallel-size 2 --tensor-model-parallel-size 2")
     assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2, "ep": 1}
