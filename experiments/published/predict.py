@@ -215,6 +215,7 @@ def run_of(asked: Asked) -> PublishedRun:
         encoder=asked.shape is not None and not asked.shape.causal,
         images=asked.shape is None,
         assumed=asked.row.assumed == "plan",
+        gpus=asked.gpus,
     )
 
 

@@ -105,7 +105,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
         scored="" if training.evaluation is None else scored,
         clip_gradients=training.clip_norm is not None or (framework is not None and framework.clip),
         switches=tuple({**switches, **stated}.items()),
-        learnt=_learnt_of(config),
+        learnt=_learnt_of(config, cluster.size),
         loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         fit_probability=plan.fit_probability or FIT_PROBABILITY,
@@ -150,7 +150,7 @@ HALVES = dict.fromkeys(("fp16", "amp_fp16", "amp_bf16"), "bf16")
 """Precisions whose products take as long as those in bf16."""
 
 
-def _learnt_of(config: Question) -> Learnt:
+def _learnt_of(config: Question, gpus: int) -> Learnt:
     """What published runs say of the question; with a framework that is guessed, as with none."""
     framework = config.software.row
     if not config.is_judged:
@@ -166,6 +166,7 @@ def _learnt_of(config: Question) -> Learnt:
             until=0 if framework is None else framework.until,
             experts=bool(shape.experts),
             encoder=not shape.causal,
+            gpus=gpus,
         )
     )
 

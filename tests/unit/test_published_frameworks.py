@@ -541,6 +541,10 @@ def test_what_no_run_has_shown_widens_the_interval() -> None:
         learnt_of(replace(HOPPER, framework=framework)) for framework in ("megatron", "maxtext", "unknown")
     )
     assert seen.high / seen.low < unseen.high / unseen.low < unknown.high / unknown.low
+    thousands = learnt_of(replace(HOPPER, framework="megatron", gpus=4096))
+    assert seen == learnt_of(replace(HOPPER, framework="megatron", gpus=512))
+    assert thousands.factor == seen.factor
+    assert thousands.high / thousands.low > seen.high / seen.low
     mixture = replace(HOPPER, framework="megatron", experts=True)
     assert "kind:experts on Hopper" in features_of(mixture)
     assert class_of(mixture) == "experts"
