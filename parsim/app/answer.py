@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.report.picture import plotted
 from parsim.report.tables import ReportTable, paragraph_html, plans_frame, strategy_table, table_html, to_text
+from parsim.search.memory_floor import weights_are_too_many, weights_bytes
 from parsim.search.placement.certificate import certificate_of, paper_certificate
 from parsim.search.search import Search, most_frequent
 from parsim.search.tree import Tally, is_tie
@@ -222,8 +224,12 @@ class Answer:
             room = max(rank.needed_bytes for rank in nearest.memory)
             short = max(rank.host_excess_bytes for rank in nearest.memory)
             hosts = f", with {format_bytes(short)} more memory in every host," if short else ""
-            none = "No plan fits"
-            if untried := document["considered"].get("not_tried", 0):
+            none, devices = "No plan fits", self.problem.cluster.devices
+            if weights_are_too_many(self.problem, len(devices)):
+                held, most = weights_bytes(self.problem), max(device.type.room_bytes for device in devices)
+                none += f": weights, gradients and optimizer state are {format_bytes(held)}, which {math.ceil(held / most):,} "
+                none += f"devices of {format_bytes(most)} would hold and {len(devices):,} do not"
+            elif untried := document["considered"].get("not_tried", 0):
                 none = f"No plan that was tried fits, and {untried:,} were not tried: give plan.mesh or plan.microbatches to "
                 none += "search fewer"
             return (

@@ -61,8 +61,8 @@ def ask_alone(
 
 def with_assumed_framework(answer: Answer) -> Answer:
     """The answer with the framework that it assumes, where the question names none, and an interval that reaches to others."""
-    cut_short = answer.search is not None and answer.search.cut_short
-    assumed = assumed_framework(answer.question, answer.evaluation, cut_short=cut_short)
+    alone = answer.search is not None and (answer.search.cut_short or not answer.fits)
+    assumed = assumed_framework(answer.question, answer.evaluation, alone=alone)
     if assumed is None:
         return answer
     problem, search = assumed.spanned(answer.problem), answer.search
@@ -265,17 +265,17 @@ MOST_OTHERS = 3
 """Frameworks whose price is compared: each is a simulation."""
 
 
-def assumed_framework(question: Question, evaluation: Evaluation, *, cut_short: bool = False) -> AssumedFramework | None:
+def assumed_framework(question: Question, evaluation: Evaluation, *, alone: bool = False) -> AssumedFramework | None:
     """Of an answer, by the plan that was chosen; None where the framework is known, or nothing is assumed.
 
-    Args: cut_short: whether Ctrl-C ended the search; then no other framework is priced, and the answer says so.
+    Args: alone: no other framework is priced, and the answer says so: Ctrl-C ended the search, or nothing fits.
 
     Raises CostError as `evaluate`.
     """
     guess = question.guess
     if guess is None:
         return None
-    if cut_short:
+    if alone:
         stopped = f"{guess.by}; its interval does not reach to other frameworks, which were not priced"
         return AssumedFramework(name=guess.frameworks[0].version, by=stopped, others=())
     plan, step_s = evaluation.result.plan, evaluation.result.step_s.median

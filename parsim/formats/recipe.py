@@ -259,7 +259,7 @@ class Recipe:
         most = sequence_of(self.model, {}) if self.model else USUAL_LENGTH
         self.args["seq"] = min(USUAL_LENGTH, most)
         self.left_out[key] = (
-            f"it is not set, and samples are as long as the data: {self.args['seq']:,} tokens are taken (--set model.args.seq=N)"
+            f"it is not set, samples are as long as the data: {self.args['seq']:,} tokens are taken (--set model.args.seq=N)"
         )
 
 

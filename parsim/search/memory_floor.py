@@ -245,11 +245,11 @@ def untied_components(problem: PlanningProblem) -> tuple[Component, ...]:
 def weights_are_too_many(problem: PlanningProblem, devices: int) -> bool:
     """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer."""
     rooms = (device.type.room_bytes for device in problem.cluster.devices[:devices])
-    return _weights_bytes(problem) > devices * max(rooms)
+    return weights_bytes(problem) > devices * max(rooms)
 
 
 @once
-def _weights_bytes(problem: PlanningProblem) -> float:
+def weights_bytes(problem: PlanningProblem) -> float:
     """Parameters, gradients and optimizer state of the whole model, each once."""
     return sum(
         problem.device_bytes_per_element(parameter.optimizer) * parameter.elements + 2 * parameter.size_bytes

@@ -303,6 +303,13 @@ def test_where_nothing_fits_the_answer_says_so_and_chosen_is_an_error() -> None:
     assert "No plan fits" in answer.sentence()
 
 
+def test_weights_that_no_division_makes_fit_are_told_with_the_devices_that_would_hold_them() -> None:
+    """Llama 3 8B with AdamW in mixed precision: 16 bytes a parameter, 119.7 GiB, and 78.7 GiB beside an H100's context."""
+    answer = ps.plan("llama3-8b", cluster="1xh100-sxm", global_batch=8, seq=2048, settings={"plan.recompute": "full"})
+    assert "No plan fits: weights, gradients and optimizer state are 120 GiB, which 2 devices of 78.7 GiB" in answer.verdict()
+    assert "which were not priced" in str(answer)
+
+
 def test_a_key_given_twice_is_refused() -> None:
     with pytest.raises(ps.ParsimError, match=r"settings\['plan\.strategy'\] = 'hp', but plan\.strategy = 'dp'"):
         ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp", settings={"plan.strategy": "hp"})
