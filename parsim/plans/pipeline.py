@@ -478,6 +478,8 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
     largest totals come last."""
     if order == "1f1b" and chunks == 1:  # asked for thousands of pipelines, each of hundreds of actions
         return ((min(microbatches, ranks - rank),),)
+    if order == "gpipe":
+        return ((microbatches,),)
     few = few_rounds(order, ranks, microbatches)
     return (
         moments(order, rank, ranks, few, chunks) if few < microbatches else _moments(order, rank, ranks, microbatches, chunks)

@@ -25,7 +25,7 @@ from parsim.numeric import Floats
 from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.plan import AUTO
+from parsim.plans.plan import AUTO, ZERO_STAGES, Plan
 from parsim.predict.problem import PlanningProblem
 from parsim.records import once
 from parsim.search.bound import ChainSeconds
@@ -45,7 +45,7 @@ from parsim.work import COLLECTIVE_KINDS, Collective, HostCopy, HostUpdate, Opti
 
 INFINITE = float("inf")
 
-USED = 0.94
+USED = 0.92
 """Of a device's memory, the share that weights and activations are counted on to have."""
 
 STEPS = 24
@@ -223,6 +223,15 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int) 
             gathered += sent_s(problem, mesh, max(1, round(held.frozen / mesh.pp)), 1).gathered_s
         return across, summed + 2 * gathered, 0.0
     return (across, summed, gathered) if stage == 2 else (summed + across, 0.0, gathered)
+
+
+def gathering_s(problem: PlanningProblem, plan: Plan) -> float:
+    """Seconds that ZeRO 3 is likely to add to a step."""
+    placed = {name: placement for stage in plan.stages for name, placement in stage.placed()}
+    placements = tuple(placed[component.name] for component in problem.model.components)
+    held = held_totals(problem, plan.mesh, plan.microbatch_samples, placements)
+    once_s, every_s, _ = _sent_s(problem, plan.mesh, held, ZERO_STAGES[-1])
+    return UNCOVERED * (once_s + plan.microbatches * every_s)
 
 
 class Sent(NamedTuple):

@@ -217,10 +217,10 @@ def _prints(problem: PlanningProblem) -> tuple[tuple[str, str], ...]:
 
 
 class WeightParts(NamedTuple):
-    """Bytes of the mean tp rank, by number of tp ranks that hold the same: the optimizer state, the gradients and the
-    parameters (frozen ones too), which ZeRO divides over these ranks and their copies."""
+    """Bytes of the mean tp rank, by number of tp ranks that hold the same, over that of ranks with other experts: the optimizer
+    state, the gradients and the parameters (frozen ones too), which ZeRO divides over these ranks and their copies."""
 
-    divided: tuple[tuple[int, tuple[float, float, float]], ...]
+    divided: tuple[tuple[float, tuple[float, float, float]], ...]
 
     def bytes_at(self, stage: int, copies: int) -> float:
         return sum(
@@ -269,12 +269,12 @@ def weight_parts(problem: PlanningProblem, tp: int, component: Component, placem
 
 
 def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:
-    divided = dict[int, list[float]]()
+    divided = dict[float, list[float]]()
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
         groups = alike(component, placement, parameter.name, tp)
         holders = sum(len(group) for group in groups) / tp
-        sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
+        sizes = divided.setdefault(len(groups[0]) / parameter.expert_ways, [0.0, 0.0, 0.0])
         if not parameter.trainable:
             sizes[2] += holders * held.size_bytes
             continue

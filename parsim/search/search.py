@@ -533,14 +533,17 @@ class _Opening:
     def spare(self) -> Allowance | None:
         return None if is_small(self.problem) else Allowance(problem=self.problem)
 
-    def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
-        """Open parts of a family."""
+    def early(self, name: str, nodes: list[Node], incumbents: Incumbents, until_s: float = float("inf")) -> list[Node]:
+        """Open parts of a family; of a large problem return those whose bounds are above `until_s`."""
         tell = partial(self.tell, name) if self.spare is None else None  # else it is told which part of all families is opened
-        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare, tell)
+        rest = list[Node]()
+        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare, tell, until_s, rest)
+        return rest
 
     def later(self, name: str, incumbents: Incumbents, share: float) -> None:
         """Open the late parts of a family, as many as may be, for a share of what may still be spent."""
         nodes, most, tell = self.late.pop(name, []), most_late(self.problem), partial(self.tell, f"refinements of {name}")
+        incumbents.longer.clear()  # other cuts may exceed their bounds by less
         if self.spare is None:
             self._open(name, nodes, incumbents, None, most, None, tell)
             return
@@ -588,6 +591,8 @@ class _Opening:
         most: float,
         spare: Allowance | None,
         tell: Callable[[int, float], None] | None,
+        until_s: float = float("inf"),
+        rest: list[Node] | None = None,
     ) -> None:
         _, tally = judged_best_first(
             nodes,
@@ -603,6 +608,8 @@ class _Opening:
             spare=spare,
             tell=tell,
             found=self.judged.append,  # each at once: Ctrl-C may end this search
+            until_s=until_s,
+            rest=rest,
         )
         self.tally.add(tally)
         self.impossible[name].update(tally.infeasible)

@@ -274,8 +274,7 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
 LARGE = 4096
 """Devices times components, times the choices of ep, from which a problem is large."""
 
-USUAL_ORDERS = (("1f1b", 1), ("interleaved", 2))
-"""With their stages per rank."""
+USUAL_ORDERS = ("1f1b", "interleaved")
 
 MOST_LATE = 2000
 """Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
@@ -375,7 +374,7 @@ def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bo
     constraints = problem.constraints
     within = constraints.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
     return within and (
-        constraints.pipeline_order is not None or constraints.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
+        constraints.pipeline_order is not None or constraints.chunks is not None or mesh.pp == 1 or order[0] in USUAL_ORDERS
     )
 
 
@@ -548,6 +547,11 @@ class Node:
     at_once: bool = False
     visits: int = 1
     mesh: Mesh | None = None
+
+    @property
+    def expected_s(self) -> float:
+        """What it is likely to take, where that is known; else what it takes at least."""
+        return self.bound_s if self.promise_s == float("inf") else max(self.bound_s, self.promise_s)
 
     @property
     def is_one(self) -> bool:

@@ -43,7 +43,7 @@ from parsim.search.bound import (
     prices_are_alike,
     step_bound_s,
 )
-from parsim.search.estimate import estimated_s, least_missing_bytes, least_seconds
+from parsim.search.estimate import estimated_s, gathering_s, least_missing_bytes, least_seconds
 from parsim.search.memory_floor import floor_excess_bytes, weights_are_too_many
 from parsim.search.placement.problem import is_chain
 from parsim.search.refine import every_choice, instead_of, may_fit, missing_of_cut, other_cuts
@@ -242,6 +242,8 @@ class Incumbents:
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
         its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
         risky_s: of the fastest plan so far that fits, and not safely. ahead: of the best step, by how much one must be faster.
+        longer: of plans that differ in ZeRO stage and buckets alone, by how much one was simulated to take longer than its
+        bound, at least.
     """
 
     wanted: int = 1
@@ -250,6 +252,7 @@ class Incumbents:
     closest: Closest = field(default_factory=Closest)
     risky_s: float = float("inf")
     ahead: float = 0.0
+    longer: dict[object, float] = field(default_factory=dict)
 
     @property
     def risky_bar_s(self) -> float:
@@ -286,6 +289,8 @@ def judged_best_first(
     floor_bytes: Callable[[Plan], float] = lambda _: 0.0,
     tell: Callable[[int, float], None] | None = None,
     found: Callable[[JudgedPlan], None] = lambda _: None,
+    until_s: float = float("inf"),
+    rest: list[Node] | None = None,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
@@ -297,11 +302,12 @@ def judged_best_first(
             single plans, which wait behind parts of lower bounds.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
         tell: hears before every part how many are left and the best step so far. found: receives every plan once it is judged.
+        rest: receives the parts whose bounds are above `until_s`, once some plan fits; None: they are opened too.
 
     Returns:
         Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
     """
-    front = _Front(excess_bytes, judge, fits, incumbents, late, spare, tell, found)
+    front = _Front(excess_bytes, judge, fits, incumbents, late, spare, tell, found, until_s, rest)
     front.open(nodes, most, singles)
     if spare is not None:
         incumbents.closest.add(front.closest)
@@ -319,9 +325,8 @@ MOST_FRUITLESS = 100
 class _Front:
     """Parts of a family in the order in which they are opened, and what became of those that were.
 
-    Attributes: passed: bounds and sizes of parts that were left. taken: parts that were opened. longer: of plans that differ in
-        ZeRO stage and buckets alone, by how much one was simulated to take longer than its bound, at least. fruitless: plans
-        judged in a row that were not the fastest so far. Others: as above.
+    Attributes: passed: bounds and sizes of parts that were left. taken: parts that were opened. fruitless: plans judged in a
+        row that were not the fastest so far. Others: as above.
     """
 
     excess_bytes: Callable[[Plan], int]
@@ -332,13 +337,14 @@ class _Front:
     spare: Allowance | None
     tell: Callable[[int, float], None] | None
     found: Callable[[JudgedPlan], None]
+    until_s: float
+    rest: list[Node] | None
     tally: Tally = field(default_factory=Tally)
     judged: list[JudgedPlan] = field(default_factory=list)
     closest: Closest = field(default_factory=Closest)
     passed: list[tuple[float, int]] = field(default_factory=list)
     taken: int = 0
     fruitless: int = 0
-    longer: dict[object, float] = field(default_factory=dict)
     queue: list[tuple[bool, float, int, Node]] = field(default_factory=list)
     number: Iterator[int] = field(default_factory=counter)
 
@@ -354,6 +360,9 @@ class _Front:
             if wanted and self._is_over(node, most, singles):
                 break
             heapq.heappop(self.queue)
+            if self.rest is not None and self.incumbents.steps_s and self._waits(node):
+                self.rest.append(node)
+                continue
             if not wanted or (self.spare is None and self.taken >= most and not node.is_one):
                 self.passed.append((node.bound_s, node.size))
                 continue
@@ -377,13 +386,19 @@ class _Front:
             self.late.append(node)
             return
         first = node.fits and self.spare is not None and not self.incumbents.steps_s  # then the search knows when to stop
-        heapq.heappush(self.queue, (not node.at_once, 0.0 if first else own_s, next(self.number), node))
+        heapq.heappush(self.queue, (not node.at_once, 0.0 if first else node.expected_s, next(self.number), node))
 
     def _expected_s(self, node: Node) -> float:
         """The bound of a part; of a single plan of a large problem what it would take if it exceeds its bound as others do."""
         if self.spare is None or node.plan is None:
             return node.bound_s
-        return node.bound_s * self.longer.get(_without_gathers(node.plan), 1.0)
+        if node.promise_s < float("inf"):
+            return max(node.bound_s, node.promise_s / (1 + UNLIKELY))
+        return node.bound_s * self.incumbents.longer.get(_without_gathers(node.plan), 1.0)
+
+    def _waits(self, node: Node) -> bool:
+        """Whether parts elsewhere come first. What stands for a plan does not: its memory is worked out already."""
+        return node.expected_s > self.until_s and not (node.at_once or node.instead_of_one or node.fits)
 
     def _is_over(self, node: Node, most: float, singles: int) -> bool:
         """Whether nothing more is opened, of which `node` would be next."""
@@ -420,7 +435,7 @@ class _Front:
         if self.spare is not None:
             self.spare.simulate(plan)
             key, longer = _without_gathers(plan), step_s / node.bound_s if node.bound_s else 1.0
-            self.longer[key] = min(longer, self.longer.get(key, longer))
+            self.incumbents.longer[key] = min(longer, self.incumbents.longer.get(key, longer))
         self.tally.simulated += 1
         self.keep(JudgedPlan(plan=plan, step_s=step_s))
         self.incumbents.steps_s[plan.program] = step_s
@@ -786,7 +801,10 @@ class Members:
         if over and not may_fit(self.problem, plan, cutting):
             return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
         bound_s = step_bound_s(self.problem, plan)
-        return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over)
+        node = Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over)
+        if is_small(self.problem) or plan.zero_stage < ZERO_STAGES[-1] or plan.mesh.pp == 1:
+            return node
+        return replace(node, promise_s=bound_s + gathering_s(self.problem, plan))
 
 
 # The parts of all families of a large problem, one by one: the most promising first, as far as the allowance lasts.
@@ -810,7 +828,7 @@ def open_one_by_one(
     owners: Mapping[str, Incumbents],
     together: Incumbents,
     spare: Allowance,
-    opened: Callable[[str, list[Node], Incumbents], None],
+    opened: Callable[[str, list[Node], Incumbents, float], list[Node]],
     *,
     rivals: bool,
     tell: Callable[[str, int, float], None],
@@ -819,29 +837,39 @@ def open_one_by_one(
 
     Args:
         parts: by family. owners: the best plans of each family so far. together: of all families. spare: what may be spent.
-        opened: opens parts of a family. tell: hears which family is opened, how many parts are left and the best step so far.
+        opened: opens parts of a family, and returns those whose bounds are above some seconds: the turn of others comes first.
+        tell: hears which family is opened, how many parts are left and the best step so far.
         rivals: whether a family is left that can no longer be faster than another one.
     """
-    queue = [(not node.usual, node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
-    left = []
+    queue, number, left = list[tuple[bool, float, float, int, str, Node]](), counter(), []
+
+    def wait(name: str, node: Node, promise_s: float, *, usual: bool) -> None:
+        heapq.heappush(queue, (not usual, promise_s, node.bound_s, next(number), name, node))
+
+    for name, some in parts.items():
+        for node in some:
+            wait(name, node, node.promise_s, usual=node.usual)
     opened_of: Counter[str] = Counter()
-    for _, _, bound_s, name, node in sorted(queue, key=itemgetter(0, 1, 2)):
+    while queue:
+        unusual, promise_s, bound_s, _, name, node = heapq.heappop(queue)
         family = owners[name]
         if family is not together and rivals:
             family.rival_s = together.best_s
         known = bool(family.steps_s) or (family.rival_s < float("inf") and opened_of[name] >= FEWEST_OF_A_FAMILY)
         if node.late:
-            opened(name, [node], family)  # puts it aside
+            opened(name, [node], family, float("inf"))  # puts it aside
             continue
-        unlikely = node.promise_s > (1 + UNLIKELY) * min(family.rival_s, family.best_s)
+        unlikely = promise_s > max(bound_s, (1 + UNLIKELY) * min(family.rival_s, family.best_s))
         if unlikely and family.rival_s < family.best_s and (spare.spent < LOSERS_SHARE or not family.steps_s):
-            unlikely = node.promise_s > family.bar_s  # it may still be the best of a family that lost
+            unlikely = promise_s > family.bar_s  # it may still be the best of a family that lost
         if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
             left.append((bound_s, family, node))
             continue
         opened_of[name] += 1
-        tell(name, len(queue) - opened_of.total(), together.best_s)
-        opened(name, [node], family)
+        tell(name, len(queue), together.best_s)
+        until_s = queue[0][1] if queue and queue[0][0] == unusual else float("inf")
+        for part in opened(name, [node], family, until_s):  # what a plan takes at least is as good as what an outline promises
+            wait(name, part, part.expected_s, usual=not unusual)
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()

@@ -23,8 +23,9 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import custom_plan
+from parsim.search.memory_floor import held_totals
 from parsim.search.search import search
-from parsim.search.space import divided_problems, meshes, microbatch_counts, orders
+from parsim.search.space import divided_problems, is_usual, meshes, microbatch_counts, orders
 
 LISTED = {  # pp x dp x tp
     8: "1x1x8 1x2x4 1x4x2 1x8x1 2x1x4 2x2x2 2x4x1 4x1x2 4x2x1 8x1x1",
@@ -243,6 +244,18 @@ def test_a_public_recipe_is_among_the_plans_of_the_search(recipe: Recipe) -> Non
     assert any(found == mesh for found in meshes(part, lambda *axes: axes == (mesh.pp, mesh.dp, mesh.tp)))
     assert recipe.microbatches in microbatch_counts(part, mesh)
     assert mesh.pp == 1 or recipe.order in orders(part, mesh)
+    assert is_usual(part, mesh, recipe.order)
+
+
+def test_the_floor_divides_the_states_of_experts_over_ranks_with_the_same_experts() -> None:
+    """16 ranks that have other experts each divide none of their states among them."""
+    recipe = RECIPES[0]
+    problem, mesh = recipe.problem, recipe.mesh
+    part = next(each for each in divided_problems(problem) if each.division is not None and each.division.ep == mesh.ep)
+    held = held_totals(part, mesh, recipe.micro, (BATCH,) * len(part.model.components))
+    lines = dict(problem.unlike_memory(recipe.plan(problem))[0].lines)
+    exact = sum(lines[name] for name in ("parameters", "gradients", "optimizer_state"))
+    assert 0.98 * exact <= held.weights[1] <= exact
 
 
 @pytest.mark.slow
