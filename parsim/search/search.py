@@ -703,9 +703,9 @@ def _where(entry: Evaluation, first: Evaluation) -> str:
 def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
     """What makes a plan harder to run and to change, the worst first: plans are compared by these numbers.
 
-    Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; a cp axis; an ep axis; recomputation;
-    ZeRO (0, then 3 as FSDP has it, of a pipeline 1 as Megatron has it); sharding groups; chunks of a stage; buckets other than
-    PyTorch's.
+    Placements by component; a tp axis over several nodes; pipeline stages; a tp axis; a cp axis; an ep axis of whole replicas;
+    recomputation; ZeRO (0, then 3 as FSDP has it, of a pipeline 1 as Megatron has it); sharding groups; chunks of a stage;
+    buckets other than PyTorch's.
     """
     mesh = plan.mesh
     return (
@@ -714,7 +714,7 @@ def complexity(problem: PlanningProblem, plan: Plan) -> tuple[int, ...]:
         mesh.pp > 1,
         mesh.tp > 1,
         mesh.cp > 1,
-        mesh.ep > 1,
+        mesh.ep > 1 and mesh.pp * mesh.tp == 1,
         bool(plan.recomputes),
         ((0, 1, 2, 3) if mesh.pp > 1 else (0, 3, 2, 1)).index(plan.zero_stage),
         mesh.dp_shard > 0,

@@ -313,6 +313,14 @@ def test_stages_of_zero_are_as_simple_as_the_software_of_the_layout_has_them() -
         assert found.plan.zero_stage == order[1]
 
 
+def test_an_ep_axis_makes_replicas_less_simple_and_not_a_pipeline() -> None:
+    question = problem(8)
+    for mesh, is_less in ((Mesh(dp=8), True), (Mesh(pp=2, dp=4), False), (Mesh(tp=2, dp=4), False)):
+        alone = custom_plan(question, mesh)
+        divided = replace(alone, mesh=replace(mesh, ep=4))
+        assert (complexity(question, divided) > complexity(question, alone)) == is_less
+
+
 def test_a_simpler_plan_that_does_not_fit_ties_with_nothing() -> None:
     question = problem(4)
     dp, hp = (custom_plan(question, mesh) for mesh in (Mesh(dp=4), Mesh(pp=2, dp=2)))
