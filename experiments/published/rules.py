@@ -192,6 +192,7 @@ WITHOUT: dict[str, Callable[[Rule], Rule]] = {
     "sums of gradients": lambda rule: replace(rule, software=replace(rule.software, gradient_arrays=0.0)),
     "unaligned heads": lambda rule: replace(rule, software=replace(rule.software, aligned=0)),
     "casts in the kernels before": lambda rule: replace(rule, software=replace(rule.software, cast_arrays=2.0)),
+    "biases of experts": lambda rule: replace(rule, software=replace(rule.software, expert_bias_arrays=0.0)),
     "experts before fused products": lambda rule: replace(rule, graphs=("",)),
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),

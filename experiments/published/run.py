@@ -215,6 +215,7 @@ WORTH: dict[str, str] = {
     "sums of gradients": r"^(korthikanti|megatron-(sc21|readme)|bloom-tune-00[3-8])",
     "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
     "casts in the kernels before": r"^mlperf-bert",
+    "biases of experts": r"^nemo-bridge-0(005|045|046|096|138|253)",
     "experts before fused products": r"^nemo-bridge-(0(096|099)|01(0[0456]|36|4[478]|50|80|9[034])|02(2[456]|31|5[345]|61|78))",
     "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
     "unfused AdamW of Composer": r"^mosaic-003",
