@@ -257,6 +257,10 @@ def _question_of_recipe(
         )
     for axis in AXES & {key.removeprefix("plan.mesh.") for key in given}:  # what is set beside the file counts more
         setattr(recipe, axis, whole_number(recipe.framework, f"plan.mesh.{axis}", given[f"plan.mesh.{axis}"]))
+    if "model.args.layers" in given and recipe.model:
+        layers = whole_number(recipe.framework, "model.args.layers", given["model.args.layers"], least=1)
+        recipe.args["layers"] = layers
+        recipe.stage_layers = recipe.stage_layers if sum(recipe.stage_layers) == layers else ()
     if "training.global_batch" in given:
         recipe.training["global_batch"] = whole_number(recipe.framework, "batch", given["training.global_batch"])
     if cluster is None:

@@ -243,7 +243,8 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
 
     def priced(component: Component) -> Component:
         whole = full.component(component.name)
-        shardings = tuple(replace(entry, operators=whole.sharding(entry.rule).operators) for entry in component.shardings)
+        rows = {entry.rule: entry.operators for entry in whole.shardings}  # a rule that fp32 has not, as of Jamba, has no price
+        shardings = tuple(replace(entry, operators=rows[entry.rule]) for entry in component.shardings if entry.rule in rows)
         selective = component.selective
         if selective is not None:
             selective = None if whole.selective is None else replace(selective, operators=whole.selective.operators)

@@ -468,6 +468,13 @@ def test_a_vocabulary_that_a_file_has_is_that_of_the_tokenizer_or_of_the_sizes(o
     assert ("model.args.vocab" in recipe.missing) is not bool(vocab)
 
 
+def test_stages_have_the_layers_that_are_set_beside_the_file() -> None:
+    question = question_of(
+        FILES / "automodel_lora.yaml", cluster="8xh100-sxm", settings={"model.args.layers": 16}, overrides=()
+    )
+    assert question.plan.stage_layers == (2,) * 8
+
+
 def test_what_options_of_megatron_do_not_size_is_refused_or_told() -> None:
     for option, said in (("--hybrid-override-pattern M-M*", "state spaces"), ("--rollout-batch-size 32", "rollouts")):
         with pytest.raises(ConfigError, match=said):
