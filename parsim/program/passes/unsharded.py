@@ -195,33 +195,43 @@ class _Collectives:
         self._kept = kept
         self._streams = {group: tuple(Resource(rank, DP_STREAM) for rank in ranks) for group, ranks in kept.items()}
         self._works: dict[tuple[int, bool], Collective] = {}
-        self._needing: dict[str, frozenset[int]] = {}
         names = dict.fromkeys(use.component for use in uses)
+        needing = {name: frozenset(bucket.number for bucket in layout.unsharded_buckets(name)) for name in names}
+        self._needing = [needing[use.component] for use in uses]
         self._everywhere = all(layout.placement[name].kind != "place" for name in names)
         self._keys: dict[int, list[TaskKey]] = {}
         self._first: dict[int, list[TaskKey]] = {}
+        self._after: dict[tuple[int, bool, int], tuple[TaskKey, ...]] = {}
 
     def add(self, window: Window) -> None:
         layout, uses, bucket = self._layout, self._uses, window.bucket
-        ranks, microbatch = self._kept[id(bucket.group)], uses[window.first].microbatch
-        if window.parameters:
-            key: TaskKey = ("gather", bucket.number, window.first)
-            after = tuple([before for rank in ranks for before in self._latest(rank, window.ahead)])
-        else:
-            key = reduction_key(layout, bucket, microbatch)
-            after = tuple([self._of(rank)[window.last] for rank in ranks])
-        kind = (bucket.number, window.parameters)
+        group, number, microbatch = id(bucket.group), bucket.number, uses[window.first].microbatch
+        kind, gathered = (number, window.parameters), window.parameters
+        key: TaskKey = ("gather", number, window.first) if gathered else reduction_key(layout, bucket, microbatch)
         if kind not in self._works:
-            self._works[kind] = gathering_work(bucket) if window.parameters else bucket_work(layout, bucket)
-        origin = partial(Origin, stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
-        self._draft.add_alike(key, (self._works[kind], self._streams[id(bucket.group)], after), origin)
-        for number in range(window.first, window.last + 1) if window.parameters else ():
-            component = uses[number].component
-            if component not in self._needing:
-                self._needing[component] = frozenset(need.number for need in layout.unsharded_buckets(component))
-            if bucket.number in self._needing[component]:
-                for rank in ranks:
-                    self._draft.wait(self._first_of(rank)[number], key)
+            self._works[kind] = gathering_work(bucket) if gathered else bucket_work(layout, bucket)
+        after = self._awaited(group, window)
+        origin = partial(Origin, stage=bucket.stages[0], bucket=number, microbatch=microbatch)
+        self._draft.add_alike(key, (self._works[kind], self._streams[group], after), origin)
+        if not gathered:
+            return
+        needed = [use for use in range(window.first, window.last + 1) if number in self._needing[use]]
+        for rank in self._kept[group]:
+            first = self._first_of(rank)
+            for use in needed:
+                self._draft.wait(first[use], key)
+
+    def _awaited(self, group: int, window: Window) -> tuple[TaskKey, ...]:
+        """What a collective waits for on all ranks: one tuple for all that wait for the same."""
+        end = window.ahead if window.parameters else window.last
+        where = group, window.parameters, end
+        if where not in self._after:
+            ranks = self._kept[group]
+            if window.parameters:
+                self._after[where] = tuple([before for rank in ranks for before in self._latest(rank, end)])
+            else:
+                self._after[where] = tuple([self._of(rank)[end] for rank in ranks])
+        return self._after[where]
 
     def _of(self, rank: int) -> list[TaskKey]:
         """By number of the use its key on a rank: many buckets wait for one, and are waited for by one."""
