@@ -35,7 +35,7 @@ from parsim.model.total_loss import total_loss
 from parsim.private import FakeTensor
 from tests.architectures import ARCHITECTURES, batch_of, small_module
 from tests.execute.bitwise import bytes_kept
-from tests.hugging_face_configs import FULL, SMALL
+from tests.hugging_face_configs import FULL, SMALL, keys_of
 from tests.quick import some_quick
 
 pytestmark = pytest.mark.hf
@@ -144,6 +144,22 @@ def test_seq_is_an_argument(tmp_path: Path) -> None:
 
 def _contrastive(folder: Path) -> ModelSpec:
     return written(folder, {**SMALL["clip"], "architectures": ["CLIPModel"]})
+
+
+def test_divisions_of_a_16_bit_trace_are_those_that_fp32_prices(tmp_path: Path) -> None:
+    """Mamba layers of Jamba divide by column and row in bfloat16, and by column alone in fp32."""
+    config = tmp_path / "jamba.json"
+    sizes = "hidden_size=32 intermediate_size=64 num_hidden_layers=4 num_attention_heads=4 num_key_value_heads=2 vocab_size=64"
+    mamba = "mamba_d_state=16 mamba_d_conv=4 mamba_expand=2 mamba_dt_rank=8 use_mamba_kernels=false"
+    experts = "num_experts=4 num_experts_per_tok=2 expert_layer_period=2 expert_layer_offset=1"
+    pattern = "attn_layer_period=4 attn_layer_offset=2"
+    keys = keys_of(f"{sizes} {mamba} {experts} {pattern}", model_type="jamba", architectures=["JambaForCausalLM"])
+    config.write_text(json.dumps(keys))
+    spec = ModelSpec(name=str(config))
+    half, full = (load_model(spec, granularity="sublayer", weights=weights) for weights in ("bfloat16", "float32"))
+    for component in half.components:
+        priced = {entry.rule for entry in full.component(component.name).shardings}
+        assert {entry.rule for entry in component.shardings} <= priced
 
 
 def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
