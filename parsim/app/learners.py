@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from parsim.data.shards import ShardedOrder, deal
 from parsim.errors import AlgorithmError, DataError, ModelError
 from parsim.execute.stage import seeded_module
 from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.program.passes.rounds import fragments_of
@@ -210,21 +211,42 @@ def own_module(question: Question, seed: int) -> nn.Module:
 
 
 def own_problem(question: Question) -> LearningProblem:
-    """The digits as the model takes them; the order of samples is that of a run.
+    """The digits as the model takes them. Raises: as `problem_for`."""
+    return problem_for(question.model_spec)
 
-    Raises: DataError: the model does not classify images.
+
+BENCH_OPTIMIZER = LocalOptimizer(kind="sgd_momentum", learning_rate=0.05)
+
+
+def bench_training(name: str, dataset: str, root: str | None) -> Callable[[int], LocalTraining]:
+    """By seed, a model of the zoo without dropout on images of a dataset as it takes them; SGD .05 with momentum .9.
+
+    Raises: DataError: it does not classify images, or has too few classes. ModelError: an unknown model.
     """
-    spec = question.model_spec
+    spec = ModelSpec(name=name)
+    problem = problem_for(spec, dataset, root)
+
+    def of_seed(seed: int) -> LocalTraining:
+        return LocalTraining(seeded_module(spec, seed, torch.float32, torch.device("cpu")), problem, BENCH_OPTIMIZER)
+
+    return of_seed
+
+
+def problem_for(spec: ModelSpec, dataset: str = "digits", root: str | None = None) -> LearningProblem:
+    """Images as the model takes them; the order of samples is that of a run.
+
+    Raises: DataError: the model does not classify images, or the files are not there.
+    """
     if target_of(spec).task != "classify":
         raise DataError(f"{spec.name} does not classify images")
     tensors: list[torch.Tensor] = []
     for split in ("train", "test"):
-        data = dataset_for(spec, "digits", root=None, split=split)
+        data = dataset_for(spec, dataset, root=root, split=split)
         values = data.values(np.arange(len(data)))
         tensors += [torch.from_numpy(values["input:0"]).float(), torch.from_numpy(values["target"]).long()]
     inputs, targets, test_inputs, test_targets = tensors
     return LearningProblem(
-        name="digits",
+        name=dataset,
         inputs=inputs,
         targets=targets,
         test_inputs=test_inputs,

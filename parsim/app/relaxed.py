@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.config import Question
 from parsim.app.doctor import Say, progress
 from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
+from parsim.model.catalogue.zoo import ZOO
 from parsim.plans.convergence import StepCondition, step_condition
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
@@ -489,30 +490,43 @@ def bench_graphs(
     seeds: int = 1,
     epochs: int = 20,
     batch: int = 8,
+    dataset: str = "digits",
+    root: str | None = None,
 ) -> GraphBench:
-    """Train virtual replicas on digits over several graphs, and relate accuracy to the variance of their parameters (DBench).
+    """Train virtual replicas of image models over several graphs, and relate accuracy to the variance of their parameters
+    (DBench).
 
     Args:
         graphs: "all_reduce" (centralised), "ring", "lattice(neighbours=4)", "ada" and others of `plan.synchronisation.graph`,
             or whole rules such as "average/8"; left out: seven usual ones.
-        models: "logistic", "mlp", "cnn" and "transformer". replicas: how many, one bench each. shards: as `training.shards`.
-        seeds: trainings of each. epochs: over all samples. batch: samples per replica and step.
+        models: "logistic", "mlp", "cnn" and "transformer" on digits of 8 x 8, or of the zoo: "resnet_small", "vit_small".
+        replicas: how many, one bench each. shards: as `training.shards`. seeds: trainings of each. epochs: over all samples.
+        batch: samples per replica and step. dataset: of models of the zoo, as `training.dataset`: "cifar10" from the folder
+            `root`.
 
     Raises:
         ConfigError: an unknown model, or fewer than two graphs. PlanError, DataError, AlgorithmError: graphs, shards or
             replicas that cannot be. MissingDependencyError: without torch or scikit-learn.
     """
+    from parsim.app.learners import bench_training
     from parsim.relaxed.dbench import GRAPHS, MODELS, bench_tables, run_bench
 
+    trainings, known = {}, {*MODELS, *ZOO}
     for name in models:
-        if name not in MODELS:
-            raise ConfigError(f"unknown model {name!r} of the graph bench{near_matches(name, MODELS)}")
+        if name not in known:
+            raise ConfigError(f"unknown model {name!r} of the graph bench{near_matches(name, sorted(known))}")
+        if name not in MODELS or dataset != "digits":
+            if name not in ZOO:
+                raise ConfigError(f"{name} is made for digits of 8 x 8; on {dataset} train resnet_small or another of the zoo")
+            trainings[name] = bench_training(name, dataset, root)
+        else:
+            trainings[name] = MODELS[name]
     compared = tuple(dict.fromkeys(graphs or GRAPHS))
     if len(compared) < 2:
         raise ConfigError(f"graphs are compared, and {', '.join(compared)} is one; add another, for example all_reduce")
     with progress("Training virtual replicas") as say:
         runs = run_bench(
-            {name: MODELS[name] for name in models},
+            trainings,
             compared,
             replicas=replicas,
             shards=shards,

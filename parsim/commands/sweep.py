@@ -148,7 +148,7 @@ def bench_graphs(
         list[str] | None,
         typer.Argument(metavar="[GRAPH]...", help='"ring", "lattice(neighbours=4)", "ada", "all_reduce", ...; none: seven.'),
     ] = None,
-    models: Annotated[str, typer.Option(help="Of logistic, mlp, cnn, transformer, with commas between.")] = "mlp",
+    models: Annotated[str, typer.Option(help="Of logistic, mlp, cnn, transformer, resnet_small, vit_small.")] = "mlp",
     replicas: Annotated[str, typer.Option(help="Numbers of replicas, with commas between.")] = "16",
     shards: Annotated[
         list[str] | None, typer.Option("--shards", help="As training.shards. Repeatable; default: iid and label_sorted.")
@@ -156,6 +156,8 @@ def bench_graphs(
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each.")] = 1,
     epochs: Annotated[int, typer.Option(min=1, help="Over all samples.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Samples per replica and step.")] = 8,
+    dataset: Annotated[str, typer.Option(help="Of resnet_small and others of the zoo: digits, cifar10.")] = "digits",
+    root: Annotated[str | None, typer.Option("--data", metavar="DIR", help="Folder of its files.")] = None,
     plot: PlotOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -170,6 +172,8 @@ def bench_graphs(
         seeds=seeds,
         epochs=epochs,
         batch=batch,
+        dataset=dataset,
+        root=root,
     )
     if plot is not None:
         comparison.plot(plot)

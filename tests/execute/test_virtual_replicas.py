@@ -427,6 +427,17 @@ def test_bad_benches() -> None:
         relations(one)
 
 
+@pytest.mark.slow
+def test_the_bench_trains_a_net_with_running_statistics_of_every_replica() -> None:
+    """Three replicas of a residual net with BatchNorm, 32 x 32; all_reduce keeps their weights equal."""
+    found = parsim.bench_graphs(
+        ("all_reduce", "ring"), models=("resnet_small",), replicas=(3,), shards=("iid",), epochs=1, batch=64
+    )
+    equal, ring = found.tables["dbench"]
+    assert equal["consensus"] < 1e-9 < ring["consensus"]
+    assert equal["score"] == pytest.approx(equal["mean_replica_score"], abs=0.05)
+
+
 def test_the_bench_for_users_tells_scores_relations_and_what_cannot_be() -> None:
     found = parsim.bench_graphs(
         ("all_reduce", "ring"), models=("logistic",), replicas=(4,), shards=("iid",), epochs=1, batch=16
@@ -437,6 +448,12 @@ def test_the_bench_for_users_tells_scores_relations_and_what_cannot_be() -> None
     assert set(found.to_dict()) == {"dbench", "dbench_ranks", "dbench_relations", "dbench_tensors", "findings"}
     with pytest.raises(ConfigError, match=r"unknown model 'mpl' of the graph bench; did you mean mlp\?"):
         parsim.bench_graphs(models=("mpl",))
+    with pytest.raises(ConfigError, match="logistic is made for digits of 8 x 8; on cifar10 train resnet_small"):
+        parsim.bench_graphs(models=("logistic",), dataset="cifar10")
+    with pytest.raises(DataError, match="cifar10"):
+        parsim.bench_graphs(models=("resnet_small",), dataset="cifar10", root="nowhere")
+    with pytest.raises(DataError, match="gpt_small does not classify images"):
+        parsim.bench_graphs(models=("gpt_small",))
     with pytest.raises(ConfigError, match="graphs are compared, and ring is one; add another"):
         parsim.bench_graphs(("ring",))
     with pytest.raises(PlanError, match="unknown mixing graph 'rnig'"):
