@@ -73,7 +73,7 @@ script or a notebook of Megatron-LM, NeMo, Megatron-Bridge, torchtitan, axolotl,
 `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
 
 `experiments/published/README.md` compares such predictions with published runs of sources that nothing was fitted on.
-Mean errors: 10 and 8% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
+Mean errors: 4 and 7% for FSDP on H100 (two sources), 3% for Megatron-LM on A100.
 
 `python examples/large_models.py` prints this page."""
 
