@@ -740,13 +740,17 @@ def simplest_tie(problem: PlanningProblem, judged: Sequence[JudgedPlan], step_s:
     simplest = min(ties, key=lambda entry: (complexity(problem, entry.plan), _rank(entry)))
     if step_s is None:
         return simplest
-    for plan in sorted(_simpler(problem, simplest.plan), key=partial(complexity, problem)):
+    variants = {*_simpler(problem, simplest.plan), *_simpler(problem, best.plan)}
+    for plan in sorted(variants, key=partial(complexity, problem)):
+        told, least = complexity(problem, plan), complexity(problem, simplest.plan)
+        if told > least:
+            break
         with contextlib.suppress(PlanError, CostError):  # the rules of a plan forbid the variant
             if _excess_bytes(problem, plan) or (simplest.safe and problem.unsafe_bytes(plan)):
                 continue
             seconds = step_s(plan)
-            if is_tie(seconds, best.step_s):
-                return replace(simplest, plan=plan, step_s=seconds)
+            if is_tie(seconds, best.step_s) and (told < least or seconds < simplest.step_s):
+                simplest = replace(simplest, plan=plan, step_s=seconds)
     return simplest
 
 

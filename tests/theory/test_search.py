@@ -313,6 +313,16 @@ def test_stages_of_zero_are_as_simple_as_the_software_of_the_layout_has_them() -
         assert found.plan.zero_stage == order[1]
 
 
+def test_of_plans_as_simple_the_fastest_counts_where_nobody_simulated_it() -> None:
+    """The fastest with PyTorch's buckets, before a slower plan that had them all along."""
+    question = problem(4)
+    usual = replace(custom_plan(question, Mesh(dp=4)), zero_stage=0)
+    fastest, slower = replace(usual, bucket_bytes=2**16), replace(usual, microbatches=2)
+    judged = [JudgedPlan(plan=fastest, step_s=1.0), JudgedPlan(plan=slower, step_s=1.03)]
+    assert simplest_tie(question, judged, lambda _: 1.01).plan == usual
+    assert simplest_tie(question, judged, lambda _: 1.034).plan == slower
+
+
 def test_an_ep_axis_makes_replicas_less_simple_and_not_a_pipeline() -> None:
     question = problem(8)
     for mesh, is_less in ((Mesh(dp=8), True), (Mesh(pp=2, dp=4), False)):
