@@ -272,15 +272,14 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
     )
     plan = plan_of(model, given)
     kept = kept_of(row, framework, precision, notes)
+    launches = framework.launches_on(machine.gpu, gathers=tuning is None and (states.zero == 3 or not row.zero))
     return Asked(
         row=row,
         framework=framework,
         shape=shape,
         model=model,
         plan=plan,
-        cluster=hosted(
-            cluster_of(machine, plan.world_size), launches=framework.launches_on(machine.gpu), step_s=framework.step_s
-        ),
+        cluster=hosted(cluster_of(machine, plan.world_size), launches=launches, step_s=framework.step_s),
         precision=precision,
         optimizer=framework.optimizer,
         seq=seq,

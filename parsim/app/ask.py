@@ -293,7 +293,7 @@ def _unlike(question: Question, assumed: Framework, rows: Iterable[Framework], p
     def seconds_key(row: Framework) -> tuple[object, ...]:
         switches: dict[str, Any] = {**framework_switches(row)}
         switched = replace(plan, **switches).switched
-        host = (row.launches_on(question.cluster.gpu or ""), row.step_s)
+        host = (row.launches_on(question.cluster.gpu or "", gathers=plan.zero_stage == 3), row.step_s)
         return (row.kernels_of(question.has_low_products), switched, host, row.full_gradients, row.clip, row.routing)
 
     distinct = {seconds_key(assumed): assumed}

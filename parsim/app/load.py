@@ -178,7 +178,8 @@ def with_launches(cluster: Cluster, config: Question) -> Cluster:
     """
     host, software = cluster.profile.host, config.priced_software
     if host is not None and host.launch_s:
-        launches = software.launches_on(config.cluster.gpu or "")
+        gathers = config.training.tune is None and config.plan.zero_stage in (AUTO, 3)
+        launches = software.launches_on(config.cluster.gpu or "", gathers=gathers)
         return hosted(cluster, launches=launches, step_s=0.0 if software.row is None else software.row.step_s)
     if software.cuda_graphs:
         raise ConfigError(

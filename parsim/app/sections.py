@@ -309,12 +309,12 @@ class SoftwareSection(ConfigSection):
         delayed = usual.delayed and overlapped if self.delay_weight_gradients is None else self.delay_weight_gradients
         return replace(usual, dispatcher=self.dispatcher or usual.dispatcher, overlapped=overlapped, delayed=delayed)
 
-    def launches_on(self, gpu: str) -> float:
-        """What the host takes for a kernel, over what it takes in eager torch."""
-        row = self.row
-        if self.cuda_graphs is None:
-            return 1.0 if row is None else row.launches_on(gpu)
-        return 0.0 if self.cuda_graphs else 1.0 if row is None else row.launches
+    def launches_on(self, gpu: str, *, gathers: bool) -> float:
+        """What the host takes for a kernel, over what it takes in eager torch; `gathers`: parameters may be gathered."""
+        if self.cuda_graphs:
+            return 0.0
+        row = self.row if self.cuda_graphs is None or self.row is None else replace(self.row, graphs=())
+        return 1.0 if row is None else row.launches_on(gpu, gathers=gathers)
 
     @property
     def of_experts(self) -> tuple[str, ...]:

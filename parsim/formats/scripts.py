@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Container, Mapping
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any
 
 from parsim.errors import ConfigError
@@ -252,8 +253,14 @@ def options_of(text: str, short: Container[str] = ()) -> dict[str, list[str]]:
     return options
 
 
+LISTS = ("target_modules", "lora_target")
+"""How options end behind which each word counts."""
+_WORD = re.compile(r"[\w.,\[\]'\"-]+")
+
+
 def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Container[str] = ()) -> dict[str, Any]:
-    """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one.
+    """Options of a script by name, with underscores: the first word behind each as a table would hold it, True without one;
+    all words of `LISTS`.
 
     Args: names: what options are called here whose own names are others, one-letter ones too (`-b`). hanging: names of options
         that stay, as text with UNKNOWN, where the script computes their value; others are left out.
@@ -262,6 +269,8 @@ def option_values(text: str, names: Mapping[str, str] | None = None, hanging: Co
     names = names or {}
     options = options_of(text, short=frozenset(name for name in names if len(name) == 1))
     given = {key.replace("-", "_"): words[0] if words else "" for key, words in options.items()}
+    lists = {key.replace("-", "_"): takewhile(_WORD.fullmatch, words) for key, words in options.items()}
+    given |= {key: " ".join(words) for key, words in lists.items() if key.endswith(LISTS)}
     named = {names.get(key, key): word for key, word in given.items()}
     return {key: plain_value(word) if word else True for key, word in named.items() if UNKNOWN not in word or key in hanging}
 

@@ -279,6 +279,26 @@ def guessed_question(model: str, cluster: str, **settings: Any) -> Question:
     return question_of(model, cluster=cluster, global_batch=64, settings=settings)
 
 
+QWEN_ADAPTERS = "lora:r=64,targets=q_proj+o_proj+gate_proj+up_proj+down_proj"
+"""c_attn, c_proj, w1 and w2 of its script: q, k and v are one product."""
+
+
+@pytest.mark.parametrize(
+    ("seq", "settings", "published_s"),
+    [
+        (256, {"training.tune": QWEN_ADAPTERS}, 1.0),
+        (1024, {"training.tune": QWEN_ADAPTERS}, 1.1),
+        (512, {}, 2.2),
+    ],
+)
+def test_host_of_the_trainer_takes_what_was_published(seq: int, settings: dict[str, Any], published_s: float) -> None:
+    # QwenLM/Qwen README.md: Qwen-1.8B, an A100, 8 microbatches of 1, all recomputed; all parameters under DeepSpeed's ZeRO 3
+    recipe = {"plan.strategy": "single", "plan.recompute": "full", "plan.microbatches": 8, "model.args.seq": seq}
+    trainer = {"software.framework": "hf-trainer", **recipe, **settings}
+    answer = parsim.plan("qwen-1.8b", "1xa100-sxm-80gb", global_batch=8, settings=trainer)
+    assert answer.prediction.step_s.median == pytest.approx(published_s, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "settings", "framework", "by"),
     [
