@@ -459,7 +459,8 @@ NEARLY = 1e-4
 OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
 
 MOST_TASKS = 2**17
-"""Of all programs that a Model keeps: 30 MB, as a task takes about 220 bytes."""
+"""Of all programs that a Model keeps: 30 MB, as a task takes about 220 bytes. The last one is kept however large it is, until
+another is lowered: the fastest of a few large plans is simulated, and then evaluated."""
 
 
 class Programs:
@@ -476,13 +477,19 @@ class Programs:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
+        if self._tasks > MOST_TASKS:  # of one large program
+            self.forget()
         columns = lower_columns(layout.plan, layout.model, layout, folding)
         compiled = compile_graph(columns.resuming() if resuming else columns)
         if not layout.plan.offloads:  # what it copies depends on the precision too
             self._kept[key] = compiled
-            while sum(each.size for each in self._kept.values()) > MOST_TASKS:
+            while self._tasks > MOST_TASKS and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         return compiled
+
+    @property
+    def _tasks(self) -> int:
+        return sum(each.size for each in self._kept.values())
 
     def forget(self) -> None:
         self._kept.clear()

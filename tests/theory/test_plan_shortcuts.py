@@ -307,6 +307,11 @@ def test_a_model_keeps_programs_of_so_many_tasks_at_most(monkeypatch: pytest.Mon
     program(2)
     program(3)
     assert program(1) is not first
+    monkeypatch.setattr("parsim.predict.folding.MOST_TASKS", 1)
+    large = program(4)
+    assert program(4) is large  # the search simulates it, and then it is evaluated
+    program(1)
+    assert program(4) is not large
 
 
 def test_a_model_keeps_the_divisions_that_were_asked_for_last() -> None:

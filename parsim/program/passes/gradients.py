@@ -61,6 +61,11 @@ def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = No
         return _reduction_key(bucket.number, replica)
     if microbatch is None:
         microbatch = _last_microbatch(layout, layout.chunk_of[layout.completes(bucket.family, bucket.stages[0])[0]])
+    return microbatch_sum_key(bucket, microbatch)
+
+
+def microbatch_sum_key(bucket: Bucket, microbatch: int) -> TaskKey:
+    """The collective that sums what one microbatch adds to a bucket of ZeRO 2 or 3."""
     return ("reduce", bucket.number, microbatch)
 
 

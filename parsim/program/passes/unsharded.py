@@ -29,7 +29,7 @@ from typing import NamedTuple
 from parsim.plans.pipeline import Action, pipeline_actions
 from parsim.program.buckets import Bucket
 from parsim.program.passes.compute import computations
-from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
+from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, microbatch_sum_key
 from parsim.program.passes.inside import first_key
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import Draft, Origin, Resource, TaskKey
@@ -179,7 +179,7 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
             sent = freed.get((group, first - 1))
             for rank in ranks[group] if sent is not None else ():
                 assert sent is not None
-                key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
+                key = microbatch_sum_key(sent.bucket, uses[sent.last].microbatch)
                 use = uses[first]
                 draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
 
@@ -199,7 +199,6 @@ class _Collectives:
         needing = {name: frozenset(bucket.number for bucket in layout.unsharded_buckets(name)) for name in names}
         self._needing = [needing[use.component] for use in uses]
         self._everywhere = all(layout.placement[name].kind != "place" for name in names)
-        self._keys: dict[int, list[TaskKey]] = {}
         self._first: dict[int, list[TaskKey]] = {}
         self._after: dict[tuple[int, bool, int], tuple[TaskKey, ...]] = {}
 
@@ -207,7 +206,7 @@ class _Collectives:
         layout, uses, bucket = self._layout, self._uses, window.bucket
         group, number, microbatch = id(bucket.group), bucket.number, uses[window.first].microbatch
         kind, gathered = (number, window.parameters), window.parameters
-        key: TaskKey = ("gather", number, window.first) if gathered else reduction_key(layout, bucket, microbatch)
+        key: TaskKey = ("gather", number, window.first) if gathered else microbatch_sum_key(bucket, microbatch)
         if kind not in self._works:
             self._works[kind] = gathering_work(bucket) if gathered else bucket_work(layout, bucket)
         after = self._awaited(group, window)
@@ -230,14 +229,8 @@ class _Collectives:
             if window.parameters:
                 self._after[where] = tuple([before for rank in ranks for before in self._latest(rank, end)])
             else:
-                self._after[where] = tuple([self._of(rank)[end] for rank in ranks])
+                self._after[where] = tuple([self._uses[end].key(rank) for rank in ranks])
         return self._after[where]
-
-    def _of(self, rank: int) -> list[TaskKey]:
-        """By number of the use its key on a rank: many buckets wait for one, and are waited for by one."""
-        if rank not in self._keys:
-            self._keys[rank] = [use.key(rank) for use in self._uses]
-        return self._keys[rank]
 
     def _first_of(self, rank: int) -> list[TaskKey]:
         """By number of the use the key of the task with which it begins on a rank."""
@@ -250,5 +243,5 @@ class _Collectives:
         layout, uses = self._layout, self._uses
         for number in range(ahead - 1, -1, -1):
             if self._everywhere or layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
-                return [self._of(rank)[number]]
+                return [uses[number].key(rank)]
         return []
