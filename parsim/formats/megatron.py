@@ -913,10 +913,10 @@ OTHERS = re.compile(
 )
 """Of one that is another tool's, which may name Megatron."""
 STARTS_OTHERS = re.compile(
-    r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
+    r"\bverl\.trainer\b|\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
     r"--base_model\b"
 )
-"""Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora or MaxText."""
+"""Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora, MaxText or verl."""
 STARTS = re.compile(
     r"--(num[-_]layers|(tensor|pipeline)[-_]model[-_]parallel[-_]size|(micro|global)[-_]batch[-_]size|hidden[-_]size)\b|"
     r"\bpretrain_\w+\.py|\bmegatron\s+(sft|pt|rlhf)\b"

@@ -25,8 +25,10 @@ from parsim.formats.recipe import (
     FileKeys,
     Recipe,
     file_named,
+    flat_table,
     opened,
     plain_value,
+    take_adapters,
     whole_number,
     yaml_table,
 )
@@ -696,7 +698,7 @@ def read_primus(document: Mapping[str, Any]) -> Recipe:
         raise ConfigError(f"{PRIMUS}: params and overrides of a module must be tables of keys")
     overrides = {str(key): _default(value) for table in tables for key, value in table.items()}
     model = row.get("model")
-    name = re.sub(r"\.ya?ml$", "", str(model)) if isinstance(model, str) else ""
+    name = re.sub(r"\.ya?ml$", "", VARIABLE.sub(r"\1", model)) if isinstance(model, str) else ""
     name = re.sub(r"(?i)[-_](bf16|fp8)$", "", name)
     if framework == "maxtext":
         recipe = read_maxtext(overrides, name)
@@ -705,8 +707,21 @@ def read_primus(document: Mapping[str, Any]) -> Recipe:
         own = overrides.pop("model", None)
         overrides["model"] = {**table, **(own if isinstance(own, Mapping) else {})}
         recipe = read_toml(overrides, name)
+        if given := flat_table({"": overrides.get("model_overrides")}):
+            recipe.model, sizes = "", ", ".join(f"{key.lstrip('.')} = {value}" for key, value in given.items())
+            recipe.missing["model.name"] = f"model_overrides changes the sizes of a shipped model ({printable(sizes)})"
     elif framework in ("megatron", "megatron_bridge"):
+        adapters = FileKeys(PRIMUS, {key: overrides.pop(key) for key in list(overrides) if "lora" in key})
         recipe = read_yaml(overrides, name)
+        if adapters.flag("use_lora"):
+            take_adapters(
+                *(recipe, adapters, "use_lora", "lora"),
+                r=adapters.number("lora_rank", default=32),
+                alpha=adapters.rate("lora_alpha"),
+                dropout=adapters.rate("lora_dropout"),
+                targets=adapters.words("lora_target_modules") or ["all"],
+            )
+            adapters.sort(recipe, left_out={}, ignored=re.compile("save_lora"))
     else:
         raise ConfigError(f"{PRIMUS}: framework = {framework!r} must be megatron, torchtitan or maxtext")
     recipe.framework = f"{PRIMUS} ({recipe.framework})"
@@ -779,8 +794,8 @@ FORMATS = {
         read=read_levanter,
     ),
     "primus": FileFormat(
-        layouts="modules as tables or as a list",
-        refuses="frameworks other than Megatron-LM, torchtitan and MaxText",
+        layouts="modules as tables or as a list; LoRA",
+        refuses="frameworks other than Megatron-LM, torchtitan and MaxText; model_overrides, until --set model.name",
         what="a YAML file of Primus",
         tool=PRIMUS,
         reads="recipe",

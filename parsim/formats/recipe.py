@@ -565,7 +565,12 @@ def read_recipe(path: Path) -> Recipe:
 
 
 FOREIGN = (
-    (r"^actor_rollout_ref\s*:|adv_estimator\s*:", "verl, which generates by rollouts between steps", "its policy's training"),
+    (
+        r"^actor_rollout_ref\s*:|adv_estimator\s*[:=]",
+        "verl, which generates by rollouts between steps",
+        "its policy's training",
+    ),
+    (r"\bverl\.trainer\b", "verl", "the training"),
     (
         r"^algorithm\s*:\s*(grpo|ppo)|^rollout\s*:|^reward_model\s*:",
         "a reinforcement learning, with rollouts",
