@@ -913,7 +913,8 @@ OTHERS = re.compile(
 )
 """Of one that is another tool's, which may name Megatron."""
 STARTS_OTHERS = re.compile(
-    r"\bverl\.trainer\b|\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
+    r"\bverl\.trainer\b|"
+    r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
     r"--base_model\b"
 )
 """Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora, MaxText or verl."""
