@@ -489,7 +489,7 @@ def is_rocm_topology(source: SourceFile) -> bool:
             bool(re.search(r'"link_type"\s*:\s*("|\{)|\(Topology\) Link type between DRM', text))
             and "schemaVersion" not in text
         )
-    return LINK_TYPES in text or "LINK TYPE TABLE:" in text
+    return any(title in text for title in (LINK_TYPES, HOPS, "Weight between two GPUs", "LINK TYPE TABLE:"))
 
 
 def read_rocm_topology(source: SourceFile) -> MachineTree:

@@ -463,6 +463,7 @@ def test_the_matrix_without_nvlink_keeps_the_lanes_and_says_so(tmp_path: Path) -
         ),
         (rocm(4).replace("XGMI", "QPI ", 1), "4xmi300x", "GPU0 to GPU1 is QPI"),
         ("\n".join(rocm(4).splitlines()[:-8]), "4xmi300x", "missing, cut or not square"),
+        ("===== Weight between two GPUs =====\n     GPU0 GPU1\nGPU0 0 15\nGPU1 15 0\n", "4xmi300x", "link types is missing"),
     ],
 )
 def test_a_topology_that_cannot_be_is_refused(tmp_path: Path, text: str, on: str, said: str) -> None:
