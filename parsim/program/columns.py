@@ -116,7 +116,8 @@ class Columns:
     """Attributes:
     resources: in numbered order. uses: per task the numbers of its resources. issued: per resource its tasks, in issue order.
     dependencies: per task. unit: int64 [n], the number of each task's work in `units`.
-    select: makes some tasks, by their numbers. view: makes the TaskGraph. Both for people and for the executor.
+    tasks: makes some tasks, by their numbers. view: makes the TaskGraph (None: of all these tasks). Both for people and for the
+        executor. Neither holds the columns, which are freed with the last reference to them.
     """
 
     world_size: int
@@ -126,8 +127,8 @@ class Columns:
     dependencies: RaggedTable
     unit: Ints
     units: Units
-    select: Callable[[Ints], Sequence[Task]]
-    view: Callable[[], TaskGraph]
+    tasks: Callable[[Columns, Ints], Sequence[Task]]
+    view: Callable[[], TaskGraph] | None = None
 
     @property
     def size(self) -> int:
@@ -135,7 +136,12 @@ class Columns:
 
     @cached_property
     def graph(self) -> TaskGraph:
-        return self.view()
+        if self.view is not None:
+            return self.view()
+        return TaskGraph(tasks=tuple(self.select(np.arange(self.size))), world_size=self.world_size)
+
+    def select(self, numbers: Ints) -> Sequence[Task]:
+        return self.tasks(self, numbers)
 
     @cached_property
     def use_tasks(self) -> Ints:
@@ -204,7 +210,7 @@ def columns_of(graph: TaskGraph) -> Columns:
         dependencies=RaggedTable.from_rows([task.dependencies for task in graph.tasks]),
         unit=np.array(unit, dtype=np.int64),
         units=Units.of(units),
-        select=lambda numbers: [graph.tasks[number] for number in numbers.tolist()],
+        tasks=lambda _, numbers: [graph.tasks[number] for number in numbers.tolist()],
         view=lambda: graph,
     )
 

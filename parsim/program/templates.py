@@ -314,18 +314,20 @@ class _Expansion:
         self._finish()
         n = len(self._unit)
         uses = _table(self._uses, n)
-        made = Columns(
+        dependencies = _table(self._edges, n)
+        self._uses.clear()  # what makes tasks later needs no pairs
+        self._edges.clear()
+        return Columns(
             world_size=self._plan.world_size,
             resources=tuple(self._resources),
             uses=uses,
             issued=uses.inverted(len(self._resources)),
-            dependencies=_table(self._edges, n),
+            dependencies=dependencies,
             unit=self._unit,
             units=Units(tuple(self._kinds), np.concatenate([np.zeros(0, dtype=np.int64), *self._kind]), self._units),
-            select=lambda numbers: self._tasks(made, numbers),
-            view=view or (lambda: TaskGraph(tasks=tuple(made.select(np.arange(n))), world_size=made.world_size)),
+            tasks=self._tasks,
+            view=view,
         )
-        return made
 
     def _copy(
         self, draft: Draft, piece: LoweredPiece | None, components: tuple[int, ...], places: tuple[int, ...], starts: Ints

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -232,3 +234,28 @@ def test_components_that_do_other_work_are_of_other_kinds() -> None:
     kinds = {unit.work.component: kind for unit, kind in zip(units, units.kind, strict=True) if hasattr(unit.work, "component")}
     assert kinds["2.b"] == kinds["4.b"]
     assert kinds["3.b"] not in {kind for name, kind in kinds.items() if name != "3.b"}
+
+
+def test_a_program_is_freed_with_the_last_reference_to_it() -> None:
+    """A search collects garbage rarely: a program of millions of tasks in a cycle would stay beside the next ones."""
+    model, mesh = deep_model(4), Mesh(dp=2)
+    names = tuple(component.name for component in model.components)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=(Stage(components=names, ranks=(0, 1)),),
+        global_batch=4,
+        microbatches=2,
+        zero_stage=2,
+    )
+    layout, folding = PlanIndex(plan, model), Folding(mesh=mesh, replica_of=(0, 0), shards=(0,))
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        program = lower_columns(plan, model, layout, folding)
+        freed = weakref.ref(program)
+        del program
+        assert freed() is None
+    finally:
+        if was_on:
+            gc.enable()
