@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from parsim.plans.layouts import Placement
@@ -23,7 +23,7 @@ from parsim.work import Collective, SendRecv, Work
 
 
 class Groups(tuple[tuple[int, ...], ...]):
-    """Groups of ranks, as a key that is hashed once however large it is."""
+    """Groups of ranks, as a key that is hashed once however large it is, and in which a group is found at once."""
 
     def __new__(cls, groups: Iterable[tuple[int, ...]] = ()) -> Groups:
         made = super().__new__(cls, groups)
@@ -34,6 +34,13 @@ class Groups(tuple[tuple[int, ...], ...]):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def _each(self) -> frozenset[tuple[int, ...]]:
+        return frozenset(self)
+
+    def __contains__(self, group: object) -> bool:
+        return group in self._each
 
 
 def concurrent_with(mesh: Mesh, work: Work) -> Groups:
@@ -115,17 +122,26 @@ def _singles(size: int) -> Groups:
 
 @lru_cache(maxsize=4096)
 def _shifts_of_several(members: tuple[int, ...], size: int) -> Groups:
+    first = _shifts_from(tuple([member - members[0] for member in members]), size)
+    # the shifts that make a partition are the same from any of them: the lowest place that is left begins the next
+    is_partition = len(first) * len(members) == size
+    return first if is_partition and members in first else _shifts_from(members, size)
+
+
+@lru_cache(maxsize=4096)
+def _shifts_from(members: tuple[int, ...], size: int) -> Groups:
+    """One after the other from the lowest, each that shares no place with the members or those before."""
     pattern = [member - members[0] for member in members]
-    found: list[tuple[int, ...]] = []
+    shifts: list[tuple[int, ...]] = []
     taken = set(members)
     for start in range(size - pattern[-1]):  # later ones do not end within
         shift = tuple([start + step for step in pattern])
         if shift == members:
-            found.append(members)
+            shifts.append(members)
         elif taken.isdisjoint(shift):
-            found.append(shift)
+            shifts.append(shift)
             taken.update(shift)
-    return Groups(found)
+    return Groups(shifts)
 
 
 def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:

@@ -478,3 +478,20 @@ def test_every_backward_is_done_once_whole_or_in_halves_after_what_it_recomputes
         backward = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if halves else (Phase.BACKWARD,)
         again = (Phase.RECOMPUTE,) if name in plan.recomputed else ()
         assert phases == Counter((Phase.FORWARD, *again, *backward)), (name, layout.is_halved(name))
+
+
+@given(size=st.integers(2, 24), data=st.data())
+def test_groups_at_once_are_the_first_shifts_that_fit_beside_the_group(size: int, data: st.DataObject) -> None:
+    """Where they make a partition, it is one value for all its groups, so that ten thousand groups are laid out once."""
+    members = tuple(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=6))))
+    groups = concurrent_groups(Mesh(dp=size), members)
+    fitting: list[tuple[int, ...]] = []
+    taken = set(members)
+    for start in range(size - members[-1] + members[0]):
+        shift = tuple(start + member - members[0] for member in members)
+        if shift == members or taken.isdisjoint(shift):
+            fitting.append(shift)
+            taken.update(shift)
+    assert groups == tuple(fitting)
+    if len(fitting) * len(members) == size:
+        assert all(concurrent_groups(Mesh(dp=size), group) is groups for group in groups)

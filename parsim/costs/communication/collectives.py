@@ -82,8 +82,9 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: GroupsAtOnce) ->
 
 @lru_cache(maxsize=256)
 def _distinct(groups: GroupsAtOnce) -> GroupsAtOnce:
-    """Every group once, its ranks ascending."""
-    return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
+    """Every group once, its ranks ascending; the same value, whose hash is known, where that holds."""
+    distinct = tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
+    return groups if distinct == groups else distinct
 
 
 @lru_cache(maxsize=64)
