@@ -66,31 +66,16 @@ ODD_NUMBERS = (
 
 FRAMEWORKS = Path(__file__).parents[1] / "frameworks"
 """Files in the layout of each framework, and what `parsim` reads of them (expected.json)."""
-REFUSED_WHOLE = (
-    *(
-        "axolotl.yaml",
-        "colossal.sh",
-        "llama_factory_dpo.yaml",
-        "megatron_bert.sh",
-        "megatron_bloom_176b.slurm",
-        "neox_160m.yml",
-    ),
-    *("megatron_deepseek_v3.sh", "megatron_gpt3_175b.sh", "megatron_mixtral_8x7b.sh", "megatron_positional.sh", "neox_20b.yml"),
-    *("megatron_t5.sh", "nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
-    *(
-        "images_timm_large.sh",
-        "images_vit_h_14.sh",
-        "images_other.sh",
-        "images_torchvision.sh",
-        "nanogpt_launch.sh",
-        "openrlhf_dpo.sh",
-        "trainer_dpo.py",
-    ),
-    *("levanter.yaml", "maxtext_a3.sh", "megatron_deepspeed_moe.sh"),
-    *("paddlenlp.json", "primus_maxtext.yaml", "torchtitan_671b.toml", "trainer_trl_grpo.yaml", "verl.yaml"),
+NOT_PLANNED = (
+    *("axolotl.yaml", "megatron_bert.sh", "megatron_bloom_176b.slurm", "neox_160m.yml", "megatron_deepseek_v3.sh"),
+    *("megatron_gpt3_175b.sh", "megatron_mixtral_8x7b.sh", "megatron_positional.sh", "neox_20b.yml"),
+    *("nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
+    *("images_timm_large.sh", "images_vit_h_14.sh", "images_other.sh", "images_torchvision.sh", "nanogpt_launch.sh"),
+    *("levanter.yaml", "maxtext_a3.sh", "megatron_deepspeed_moe.sh", "paddlenlp.json", "primus_maxtext.yaml"),
+    *("torchtitan_671b.toml",),
 )
-"""Of these: for what they train, for a size that they lack, because eight samples and GPUs do not divide as they ask, or
-because their model takes half a minute to trace (`images_timm.sh` is of the same reader)."""
+"""Of these, beside those that are refused: for a size that they lack, because eight samples and GPUs do not divide as they
+ask, or because their model takes half a minute to trace (`images_timm.sh` is of the same reader)."""
 BATCHES = {"nanogpt_train_gpt2.py": 96, "nanogpt_shakespeare_char.py": 512, "images_timm.sh": 1024}
 """Global batches of files whose replicas take other than a power of two up to 16."""
 SHIPPED = ("resnet50", "vit_b_16")
@@ -457,13 +442,15 @@ def readers(folder: Path) -> list[Reader]:
         asked = str(model) if isinstance(model, Path) else model
         return plan_of(asked, "8xh100-sxm", global_batch=8, overrides=[] if is_recipe else ["plan.strategy=dp"])
 
+    expected = json.loads((FRAMEWORKS / "expected.json").read_text())
+
     def of_framework(name: str) -> Reader:
         """A file of tests/frameworks, planned as it is but for its layers, and with what it lacks."""
-        says = json.loads((FRAMEWORKS / "expected.json").read_text())[name]
+        says = expected[name]
         nodes = max(says.get("processes", 8), says.get("tp", 1) * says.get("pp", 1)) // 8 or 1
         layers = max(4, says.get("pp", 1) * says.get("chunks", 1))
         given = [] if says.get("model") in SHIPPED else [f"model.args.layers={layers}"]
-        given += ['model.name="gpt2-medium"'] if says.get("model") == "" else []
+        given += ['model.name="gpt2-medium"'] if says.get("model") == "" or "model.name" in says.get("missing", {}) else []
         given += ['cluster.network="infiniband-400g"'] if nodes > 1 else []
         given += ["model.args.seq=4096"] if "model.args.seq" in says.get("missing", {}) else []
 
@@ -545,7 +532,7 @@ def readers(folder: Path) -> list[Reader]:
         entry("topo.txt, planned", lambda path: imported(path, "topo"), "topo.txt"),
         entry("lstopo.xml, planned", lambda path: imported(path, "lstopo"), "lstopo.xml"),
         entry("prices/clouds.json, planned", priced, "prices/clouds.json"),
-        *map(of_framework, sorted({path.name for path in FRAMEWORKS.iterdir()} - {"expected.json", *REFUSED_WHOLE})),
+        *(of_framework(name) for name in sorted(expected.keys() - {*NOT_PLANNED}) if "refused" not in expected[name]),
         entry("p.raw.json.gz, fitted", lambda path: refit(path.with_name("p.json")), "p.raw.json.gz"),
     ]
 
