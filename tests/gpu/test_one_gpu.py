@@ -315,7 +315,7 @@ def test_each_printed_command_ends_within_its_share_whatever_hangs(
     scripts = ["smoke.py", "correct.py", "-m", "run.py", "run.py"]
     assert [line.split()[0].removeprefix("experiments/one_gpu/") for line in asked] == scripts
     budgets = [int(line.split("--budget ")[1].split()[0]) for line in asked if "run.py" in line]
-    assert budgets[0] in (1, 2)
+    assert budgets[0] in (1, 2, 3)  # the most where what hangs ends when it is told to, before it is killed
     assert budgets[1] in (2, 3)
     assert asked[2].endswith("-m gpu tests")
 
