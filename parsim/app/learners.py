@@ -63,7 +63,7 @@ class Learner:
         if self.question is None:
             module: nn.Module = perceptron(self.problem, HIDDEN, seed=seed)
         else:
-            module = own_module(self.question, seed)
+            module = module_of(self.question.model_spec, seed)
         return LocalTraining(module, self.problem, optimizer)
 
     def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
@@ -134,7 +134,7 @@ def learner_of(question: Question, model: Model, replicas: int) -> Learner:
         left_out = f" without its {' and '.join(keys)}" if keys else ""
         return Learner(
             words=f"{question.model.name} on digits, the model asked for{left_out}",
-            problem=own_problem(question),
+            problem=problem_for(question.model_spec),
             question=question,
             model=model,
             optimizer=training.optimizer,
@@ -168,8 +168,8 @@ def first_curvature(question: Question) -> tuple[float, int] | None:
     """L of the model asked for at its first weights, and on how many samples; None where it cannot learn as replicas do."""
     if why_not(question, 1):
         return None
-    problem = own_problem(question)
-    training = LocalTraining(own_module(question, question.training.seed), problem, LocalOptimizer())
+    problem = problem_for(question.model_spec)
+    training = LocalTraining(module_of(question.model_spec, question.training.seed), problem, LocalOptimizer())
     samples = np.arange(min(CURVATURE_SAMPLES, len(problem)))
     return training.curvature(training.start, samples), len(samples)
 
@@ -190,11 +190,11 @@ def why_not(question: Question, replicas: int) -> str:
     if question.source.form != "name":
         return "it was given as a value"
     try:
-        if training.global_batch > len(own_problem(question)):
+        if training.global_batch > len(problem_for(question.model_spec)):
             return "its batch is larger than the data"
     except (DataError, ModelError) as error:
         return str(error)
-    module = own_module(question, 0)
+    module = module_of(question.model_spec, 0)
     if any(True for _ in module.buffers()) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()):
         return "it has running statistics or dropout"
     weight_bytes = sum(value.numel() * value.element_size() for value in module.parameters())
@@ -205,14 +205,9 @@ def why_not(question: Question, replicas: int) -> str:
     return ""
 
 
-def own_module(question: Question, seed: int) -> nn.Module:
-    """The module asked for, with the weights that a run with this seed begins with."""
-    return seeded_module(question.model_spec, seed, torch.float32, torch.device("cpu"))
-
-
-def own_problem(question: Question) -> LearningProblem:
-    """The digits as the model takes them. Raises: as `problem_for`."""
-    return problem_for(question.model_spec)
+def module_of(spec: ModelSpec, seed: int) -> nn.Module:
+    """The module with the weights that a run with this seed begins with."""
+    return seeded_module(spec, seed, torch.float32, torch.device("cpu"))
 
 
 BENCH_OPTIMIZER = LocalOptimizer(kind="sgd_momentum", learning_rate=0.05)
@@ -227,7 +222,7 @@ def bench_training(name: str, dataset: str, root: str | None) -> Callable[[int],
     problem = problem_for(spec, dataset, root)
 
     def of_seed(seed: int) -> LocalTraining:
-        return LocalTraining(seeded_module(spec, seed, torch.float32, torch.device("cpu")), problem, BENCH_OPTIMIZER)
+        return LocalTraining(module_of(spec, seed), problem, BENCH_OPTIMIZER)
 
     return of_seed
 

@@ -515,12 +515,10 @@ def bench_graphs(
     for name in models:
         if name not in known:
             raise ConfigError(f"unknown model {name!r} of the graph bench{near_matches(name, sorted(known))}")
-        if name not in MODELS or dataset != "digits":
-            if name not in ZOO:
-                raise ConfigError(f"{name} is made for digits of 8 x 8; on {dataset} train resnet_small or another of the zoo")
-            trainings[name] = bench_training(name, dataset, root)
-        else:
-            trainings[name] = MODELS[name]
+        if dataset != "digits" and name not in ZOO:
+            raise ConfigError(f"{name} is made for digits of 8 x 8; on {dataset} train resnet_small or another of the zoo")
+        is_small = dataset == "digits" and name in MODELS
+        trainings[name] = MODELS[name] if is_small else bench_training(name, dataset, root)
     compared = tuple(dict.fromkeys(graphs or GRAPHS))
     if len(compared) < 2:
         raise ConfigError(f"graphs are compared, and {', '.join(compared)} is one; add another, for example all_reduce")

@@ -37,7 +37,7 @@ from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.torchtitan import read_toml
 from parsim.formats.trainer import STAGES, take_optimizer
 from parsim.model.catalogue.names import NAMED, SEQUENCE_PARALLEL, named, normalised
-from parsim.model.catalogue.zoo import IMAGENET
+from parsim.model.catalogue.zoo import IMAGENET, ZOO
 from parsim.units import printable
 
 # nanotron.
@@ -367,8 +367,7 @@ IMAGES_MARK = re.compile(rf"\b(train|main)\.py\b[^|;&]*(--model|--arch|-a)[ =]+[
 SHORT = {"b": "batch_size", "a": "arch", "j": "workers"}
 """One-letter options of these programs."""
 IMAGES_HANGING = {"batch_size": "training.global_batch"}
-BUILT = {name: name for name in ("vit_b_16", "vgg16", *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)))}
-BUILT["vit_base_patch16_224"] = "vit_b_16"
+BUILT = {name: name for name, row in ZOO.items() if row.input_shape == IMAGENET} | {"vit_base_patch16_224": "vit_b_16"}
 """Names of both programs: modules of parsim's own."""
 SIZED = [name for name, row in NAMED.items() if row.config and not row.seq]
 """Image models that transformers builds."""

@@ -142,7 +142,7 @@ class Recipe:
         if self.pp > 1:
             settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             settings["plan.chunks"] = self.chunks
-            if (cut := self._cut()) and cut != self._counted_out(sum(cut), len(cut)):
+            if (cut := self._cut()) and cut != counted_out(self._rule(), sum(cut), len(cut)):
                 settings["plan.stage_layers"] = cut
         settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return settings
@@ -168,16 +168,14 @@ class Recipe:
 
     def _cut(self) -> list[int]:
         """Layers of each stage: as many in each where a framework without a rule of its own does not say, and they divide."""
-        layers, stages = self._layers(), self.pp * self.chunks
-        even = [layers // stages] * stages if layers % stages == 0 and not self._rule() else []
-        return list(self.stage_layers) or (even if layers else [])
+        if self.stage_layers:
+            return list(self.stage_layers)
+        each, rest = divmod(self._layers(), self.pp * self.chunks)
+        return [] if rest or not each or self._rule() else [each] * (self.pp * self.chunks)
 
     def _rule(self) -> str:
         name = str(self.software.get("framework", ""))
         return FRAMEWORKS[name].cut if name in FRAMEWORKS else ""
-
-    def _counted_out(self, layers: int, stages: int) -> list[int] | None:
-        return counted_out(self._rule(), layers, stages)
 
     def _states(self, dp: int) -> dict[str, object]:
         if not self.zero or (dp == 1 and self.replicate == 1):

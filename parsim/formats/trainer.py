@@ -36,9 +36,10 @@ from parsim.units import printable
 NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
 MARK = re.compile(r"^per_device_train_batch_size\s*:|[\"']per_device_train_batch_size[\"']\s*:", re.MULTILINE)
 SWIFT_MARK = re.compile(r"\bswift\s+(sft|pt|rlhf)\b|\bllm_sft\.py\b")
-ALPACA_MARK = re.compile(r"--base_model\b(?=.*--micro_batch_size\b)|--micro_batch_size\b(?=.*--base_model\b)", re.DOTALL)
-"""Of scripts that start alpaca-lora's finetune.py, or one of its many forks."""
-SCRIPT_MARK = re.compile(rf"--per[-_]device[-_]train[-_]batch[-_]size\b|{SWIFT_MARK.pattern}|(?s:{ALPACA_MARK.pattern})")
+ALPACA_MARKS = re.compile(r"--base_model\b"), re.compile(r"--micro_batch_size\b")
+"""Of scripts that start alpaca-lora's finetune.py, or one of its many forks, which have both. One pattern for both would look
+through the rest of the text behind each."""
+SCRIPT_MARK = re.compile(rf"--per[-_]device[-_]train[-_]batch[-_]size\b|{SWIFT_MARK.pattern}")
 PYTHON_MARK = re.compile(r"\b(Seq2Seq)?TrainingArguments\(|\b(SFT|DPO|ORPO|KTO|GRPO|PPO|Reward|CPO)Config\(")
 ACCELERATE_MARK = re.compile(r"^distributed_type\s*:|^compute_environment\s*:", re.MULTILINE)
 
@@ -321,11 +322,13 @@ def _take_adapters(recipe: Recipe, keys: FileKeys, *, factory: bool) -> None:
 
 def _options_of_script(source: SourceFile) -> dict[str, Any]:
     found = option_values(source.text, SCRIPT_NAMES, HANGING)
-    if ALPACA_MARK.search(source.text):
+    if _is_alpaca(source.text):
         _of_alpaca(found)
     if SWIFT_MARK.search(source.text):
-        found |= {"per_device_train_batch_size": size} if (size := found.pop("batch_size", None)) else {}
-        found |= {"torch_dtype": SWIFT_DTYPES.get(dtype, dtype)} if (dtype := str(found.pop("dtype", ""))) else {}
+        if size := found.pop("batch_size", None):
+            found["per_device_train_batch_size"] = size
+        if dtype := str(found.pop("dtype", "")):
+            found["torch_dtype"] = SWIFT_DTYPES.get(dtype, dtype)
         kinds = [found.pop(name) for name in ("train_type", "tuner_type", "sft_type") if name in found]
         if (kind := (*kinds, "lora")[0]) != "full":
             found["finetuning_type"] = kind
@@ -341,10 +344,13 @@ def _options_of_script(source: SourceFile) -> dict[str, Any]:
     return found
 
 
+def _is_alpaca(text: str) -> bool:
+    return all(mark.search(text) for mark in ALPACA_MARKS)
+
+
 def _of_alpaca(found: dict[str, Any]) -> None:
     """Options of alpaca-lora's finetune.py, with its defaults: LoRA on a model in 8 bits, in fp16."""
-    micro = int(found.pop("micro_batch_size", 4))
-    found["per_device_train_batch_size"], found["batch"] = micro, found.pop("batch_size", 128)
+    found["per_device_train_batch_size"], found["batch"] = found.pop("micro_batch_size", 4), found.pop("batch_size", 128)
     found.setdefault("model_name_or_path", found.pop("base_model", ""))
     usual = {"use_peft": True, "lora_r": 8, "lora_alpha": 16, "cutoff_len": 256, "fp16": True, "load_in_8bit": True}
     found.update(usual | found)
@@ -541,7 +547,7 @@ is_accelerate = marked(YAML, ACCELERATE_MARK)
 def is_arguments(source: SourceFile) -> bool:
     """Whether a file holds TrainingArguments, or starts a program that takes them."""
     if source.path.suffix in SCRIPTS:
-        return bool(SCRIPT_MARK.search(source.text)) or _arguments_of(source) is not None
+        return bool(SCRIPT_MARK.search(source.text)) or _is_alpaca(source.text) or _arguments_of(source) is not None
     if source.path.suffix in PROGRAMS:
         return bool(PYTHON_MARK.search(source.text)) and not re.search(r"\b(argparse|HfArgumentParser)\b", source.text)
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
