@@ -3,7 +3,8 @@
     python -m experiments.relaxed.decentralized [--quick] [--seed N] [--seeds N] [--parts P,...] [--json]
 
 Parts: figures (the specified accuracies and the spectral gaps); ada (schedules and closed loop); dbench (four models, three
-scales, seven ways of training, every tensor); times (clusters of up to 1,008 GPUs); curves (accuracy over simulated seconds).
+scales, seven ways of training); normalised (the same of a residual net with BatchNorm on images in CIFAR-10's format); times
+(clusters of up to 1,008 GPUs); curves (accuracy over simulated seconds).
 """
 
 from __future__ import annotations
@@ -17,17 +18,38 @@ from typing import Any
 import torch
 
 from experiments.common.running import part_parser, show
+from experiments.relaxed.coloured_digits import SIDE, coloured_digits
 from experiments.relaxed.learning import ada_rows, curve_rows, figure_rows, gap_rows
 from experiments.relaxed.times import epoch_rows, scaling_rows, time_rows
+from parsim.app.learners import module_of
+from parsim.model.spec import ModelSpec
 from parsim.relaxed.dbench import GRAPHS, MODELS, bench_tables, run_bench
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 
 Tables = dict[str, Any]
-PARTS = ("figures", "ada", "dbench", "times", "curves")
+PARTS = ("figures", "ada", "dbench", "normalised", "times", "curves")
+SHARDS = ("iid", "label_sorted")
+NARROW = ModelSpec(name="resnet_small", args={"width": 4}, input_shape=(3, SIDE, SIDE))
+
+
+def residual(seed: int) -> LocalTraining:
+    """Eight residual blocks of 4 to 32 channels with BatchNorm; SGD .05 with momentum .9."""
+    optimizer = LocalOptimizer(kind="sgd_momentum", learning_rate=0.05)
+    return LocalTraining(module_of(NARROW, seed), coloured_digits(8192, 2000), optimizer)
+
+
+def rounded(tables: Tables) -> Tables:
+    """Figures of six digits."""
+    return {
+        name: [{key: float(f"{cell:.6g}") if isinstance(cell, float) else cell for key, cell in row.items()} for row in rows]
+        for name, rows in tables.items()
+    }
 
 
 def made(part: str, options: argparse.Namespace) -> Tables:
     """The tables of one part."""
     quick, epochs = options.quick, 5 if options.quick else 20
+    say = partial(print, file=sys.stderr, flush=True)
 
     def seeds(usual: int) -> range:
         return range(options.seed, options.seed + (1 if quick else options.seeds or usual))
@@ -37,10 +59,19 @@ def made(part: str, options: argparse.Namespace) -> Tables:
     if part == "ada":
         return {"ada": ada_rows(seeds(5), epochs)}
     if part == "dbench":
-        replicas, shards = (8,) if quick else (16, 32, 64), ("iid", "label_sorted")
-        say = partial(print, file=sys.stderr, flush=True)
-        epochs = 3 if quick else 20
-        return bench_tables(run_bench(MODELS, GRAPHS, replicas=replicas, shards=shards, seeds=seeds(3), epochs=epochs, say=say))
+        replicas, epochs = ((8,), 3) if quick else ((16, 32, 64), 20)
+        tables = bench_tables(
+            run_bench(MODELS, GRAPHS, replicas=replicas, shards=SHARDS, seeds=seeds(3), epochs=epochs, say=say)
+        )
+        del tables["dbench_tensors"]
+        return rounded(tables)
+    if part == "normalised":
+        replicas, epochs = ((64,), 1) if quick else ((16, 32, 64), 12)
+        runs = run_bench(
+            {"residual": residual}, GRAPHS, replicas=replicas, shards=SHARDS, seeds=seeds(1), epochs=epochs, say=say
+        )
+        tables = bench_tables(runs)
+        return rounded({name.replace("dbench", "normalised"): rows for name, rows in tables.items() if "tensors" not in name})
     if part == "times":
         times = time_rows((1, 4) if quick else (1, 4, 16, 64, 168))
         return {"times": times, "scaling": scaling_rows(), "epochs": epoch_rows((4,) if quick else (16, 168))}

@@ -1,20 +1,28 @@
 """Decoupled backpropagation with stale gradients: what it learns, what it delays, and what an epoch takes.
 
 python -m experiments.relaxed.stale_gradients [--quick] [--seeds N] [--json]
+python -m experiments.relaxed.stale_gradients --draw    # docs/pictures/stale.svg from results.json; runs nothing
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from experiments.common.catalogue import ROOT, recorded
 from experiments.common.running import part_parser, show
+from experiments.relaxed.coloured_digits import coloured_digits
 from experiments.relaxed.decoupled import (
     TickEngine,
     TickRule,
@@ -23,8 +31,11 @@ from experiments.relaxed.decoupled import (
     decoupling,
     epoch_by_ticks_s,
 )
+from parsim.files import write_text_atomically
 from parsim.plans.mixing import mixing_graph
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.report.legend import SERIES
+from parsim.report.picture import LOOK
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20
 SPECIFIED_SEEDS = 2
@@ -72,6 +83,10 @@ CASES = (
     Case(name="4 groups x K=4 averaged lr .1", modules=4, groups=4, rule=sgd("fdg", "stash", 0.1)),
     Case(name="4 groups x K=4 ring consensus lr .1", modules=4, groups=4, graph="ring", rule=sgd("fdg", "stash", 0.1)),
 )
+
+IMAGES, TEST_IMAGES, IMAGE_EPOCHS = 8192, 2000, 12
+GRID = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+"""K and S of the runs on images; K = 1 is backpropagation."""
 
 # Epoch times in seconds printed for WRN-28-10 on CIFAR-10, batch 128 (table image of github.com/ZHUANGHP/FDG), and the GPU
 # utilisations printed beside FDG: time * utilisation is what each module computes in an epoch.
@@ -132,6 +147,58 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def convolutions(seed: int) -> nn.Sequential:
+    """Four convolutions of 8 to 64 channels with BatchNorm and stride 2, and a linear layer; images of 3 x 32 x 32."""
+    widths = (3, 8, 16, 32, 64)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+
+
+def image_rows(seeds: int, epochs: int, images: int) -> list[dict[str, Any]]:
+    """K modules in S groups on images in CIFAR-10's format: test accuracy behind every epoch, and behind the drain."""
+    problem, rows = coloured_digits(images, TEST_IMAGES), []
+    for modules, groups in GRID:
+        rule = sgd("fdg" if modules > 1 else "bp", "stash", 0.05)
+        steps = len(problem) // groups // BATCH
+        for seed in range(seeds):
+            engine = TickEngine(cut_sequential(convolutions(seed), modules), problem.loss, rule, groups=groups)
+            stream, scores = batches(problem, groups, seed, epochs), []
+            for _ in range(epochs):
+                engine.run(islice(stream, steps), drain=False)
+                scores.append(round(problem.score(engine.predict(problem.test_inputs)), 6))
+            engine.run((), drain=True)
+            last = round(problem.score(engine.predict(problem.test_inputs)), 6)
+            rows.append({"K": modules, "S": groups, "seed": seed, "scores": scores, "drained": last})
+            print(f"images K={modules} S={groups} seed {seed}: {last:.3f}", file=sys.stderr, flush=True)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy over epochs and over updates of each K and S, as a mean over seeds."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    drawn = io.BytesIO()
+    with mpl.rc_context(LOOK):
+        picture = Figure(figsize=(10, 3.6), layout="constrained")
+        by_epoch, by_update = picture.subplots(1, 2, sharey=True)
+        for (modules, groups), colour in zip(GRID, SERIES, strict=False):
+            scores = [row["scores"] for row in rows if (row["K"], row["S"]) == (modules, groups)]
+            epochs = 1 + np.arange(len(scores[0]))
+            name = f"{'backpropagation' if modules == 1 else f'{modules} modules'}, {groups} group{'s' * (groups > 1)}"
+            by_epoch.plot(epochs, np.mean(scores, axis=0), color=colour, label=name)
+            by_update.plot(epochs * (IMAGES // groups // BATCH), np.mean(scores, axis=0), color=colour)
+        by_epoch.set(xlabel="epochs", ylabel="test accuracy")
+        by_update.set(xlabel="updates")
+        picture.legend(*by_epoch.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+        picture.savefig(drawn, format="svg", metadata={"Date": None})
+    write_text_atomically(path, drawn.getvalue().decode())
+
+
 def time_table() -> list[dict[str, Any]]:
     """Printed epochs beside ours, whose one overhead makes the largest relative error as small as it can be."""
     cells: list[tuple[str, int, float, float]] = []
@@ -188,11 +255,21 @@ def speedup_table() -> list[dict[str, Any]]:
 def main() -> None:
     parser = part_parser(__doc__, "one seed, five epochs")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--draw", action="store_true", help="docs/pictures/stale.svg from results.json; run nothing")
     options = parser.parse_args()
+    if options.draw:
+        draw((recorded("stale_gradients") or {})["images"], ROOT / "docs" / "pictures" / "stale.svg")
+        return
     torch.set_num_threads(1)
     began = time.perf_counter()
     seeds, epochs = (1, 5) if options.quick else (options.seeds, EPOCHS)
-    tables = {"accuracy": accuracy_table(seeds, epochs), "epoch_times": time_table(), "speedup": speedup_table()}
+    images = image_rows(1, 1, 640) if options.quick else image_rows(3, IMAGE_EPOCHS, IMAGES)
+    tables = {
+        "accuracy": accuracy_table(seeds, epochs),
+        "images": images,
+        "epoch_times": time_table(),
+        "speedup": speedup_table(),
+    }
     show(tables | {"wall_s": time.perf_counter() - began}, as_json=options.json)
 
 

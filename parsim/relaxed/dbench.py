@@ -230,9 +230,9 @@ def _trained(
             number = kept.round_of(rule)
     if not records:
         raise AlgorithmError(f"{rule} has no round in {steps} steps, so there is nothing to compare; train more epochs")
-    scores = [training.score(row) for row in workers.weights]
+    scores = [training.score(row, workers.take([place]).buffers) for place, row in enumerate(workers.weights)]
     return {
-        "score": training.score(mean),
+        "score": training.score(mean, workers.mean_buffers),
         "mean_score": _mean(scores),
         "connections": sent / steps,
         "sent_bytes": float(sent * training.weight_bytes),

@@ -72,6 +72,11 @@ class Workers:
         moments, buffers = (tuple(each[index] for each in held) for held in (self.moments, self.buffers))
         return Workers(weights=self.weights[index], moments=moments, buffers=buffers, steps=self.steps[index])
 
+    @property
+    def mean_buffers(self) -> tuple[Tensor, ...]:
+        """[1, ...] each: running statistics averaged over the workers; counts, which are equal, those of the first."""
+        return tuple(each.mean(0, keepdim=True) if each.is_floating_point() else each[:1] for each in self.buffers)
+
 
 def sgd(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
     """w - lr g."""
@@ -130,9 +135,9 @@ class LocalTraining:
         result: Tensor = functional_call(self.model, {**named, **held}, (inputs,))
         return result
 
-    def score(self, weights: Tensor, workers: Workers | None = None) -> float:
-        """Accuracy or R^2 of one row of weights on the test samples. workers: the first of them has the running statistics."""
-        held = workers.buffers if workers is not None else ()
+    def score(self, weights: Tensor, held: Sequence[Tensor] = ()) -> float:
+        """Accuracy or R^2 of one row of weights on the test samples. held: running statistics [m, ...], of which the first
+        row counts; none: those that the module began with."""
         buffers = [value[0].clone() for value in held] or [value.clone() for value in self._buffers.values()]
         training = self.model.training
         self.model.eval()
@@ -447,7 +452,7 @@ def train_planned(
         if on_step is not None:
             on_step(step, workers.weights)
         if score_every and step % score_every == 0:
-            scores.append((step, training.score(kept.mean(workers.weights), workers)))
+            scores.append((step, training.score(kept.mean(workers.weights), workers.buffers)))
     return PlannedOutcome(
         workers=workers.weights,
         weights=kept.mean(workers.weights),
@@ -604,7 +609,7 @@ def course_to(
     scores: list[tuple[int, float]] = []
     for step, (workers, kept) in enumerate(steps_of(rule, replicas, training, order, parts), 1):
         if step % SCORED_EVERY == 0:
-            scores.append((step, training.score(kept.mean(workers.weights), workers)))
+            scores.append((step, training.score(kept.mean(workers.weights), workers.buffers)))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])

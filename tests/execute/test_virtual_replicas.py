@@ -427,6 +427,20 @@ def test_bad_benches() -> None:
         relations(one)
 
 
+def test_the_bench_scores_a_net_by_the_running_statistics_that_it_learnt() -> None:
+    """Inputs far from the unit deviation that fresh BatchNorm statistics stand for: scored by those, every class is alike."""
+    problem = load_problem("digits")
+    moved = replace(problem, inputs=problem.inputs * 9 + 50, test_inputs=problem.test_inputs * 9 + 50)
+
+    def normalised(seed: int) -> LocalTraining:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+        return LocalTraining(model, moved, LocalOptimizer(learning_rate=0.1))
+
+    (run,) = run_bench({"normalised": normalised}, ("complete",), replicas=(4,), epochs=4, batch=16)
+    assert min(run.score, run.mean_score) > 0.8
+
+
 @pytest.mark.slow
 def test_the_bench_trains_a_net_with_running_statistics_of_every_replica() -> None:
     """Three replicas of a residual net with BatchNorm, 32 x 32; all_reduce keeps their weights equal."""
