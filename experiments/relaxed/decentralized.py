@@ -66,7 +66,7 @@ def made(part: str, options: argparse.Namespace) -> Tables:
         del tables["dbench_tensors"]
         return rounded(tables)
     if part == "normalised":
-        replicas, epochs = ((64,), 1) if quick else ((16, 32, 64), 12)
+        replicas, epochs = ((64,), 1) if quick else ((16, 64), 8)
         runs = run_bench(
             {"residual": residual}, GRAPHS, replicas=replicas, shards=SHARDS, seeds=seeds(1), epochs=epochs, say=say
         )
