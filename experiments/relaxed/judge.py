@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import NormalDist
 from typing import Any
 
 from experiments.common.claims import SEEDS, Claim, Judge, Row, claim, mean_of, of_every
-from experiments.common.markdown import row_table
+from experiments.common.markdown import row_table, table
 
 GRAPHS_TOLERANCE = 0.02
 
@@ -55,7 +55,70 @@ def graphs_tables(document: dict[str, Any]) -> dict[str, str]:
     ):
         if document.get(part):
             tables[name] = row_table(document[part], columns, words=words)
+    if document.get("ada"):
+        sorted_shards = [row for row in document["ada"] if row["sharding"] == "label_sorted"]
+        tables["schedules"] = row_table(
+            sorted(sorted_shards, key=lambda row: row["sent_in_weights"]), SCHEDULE_COLUMNS, words=1
+        )
+    for part in ("dbench", "normalised"):
+        if document.get(part):
+            tables[part] = _bench_table(document[part])
+            tables[f"{part} ranks"] = _ranks_table(document[f"{part}_ranks"])
+            tables[f"{part} relations"] = _relations_table(document[f"{part}_relations"])
+    if document.get("curves"):
+        last = {row["way"]: row for row in document["curves"]}
+        tables["curves"] = row_table(last.values(), CURVE_COLUMNS, words=1)
     return tables
+
+
+def _grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of some of their columns, in the order of their first."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def _shards(kind: str) -> str:
+    return kind.replace("_", "-").replace("iid", "IID")
+
+
+def _bench_table(rows: list[Row]) -> str:
+    """Accuracy of the averaged model by model, shards and way, for each number of replicas in turn."""
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = []
+    for (model, sharding), group in _grouped(rows, "model", "sharding").items():
+        scores = {way: [f"{row['score']:.3f}" for row in group if row["way"] == way] for way in ways}
+        counts = " / ".join(str(row["n"]) for row in group if row["way"] == ways[0])
+        lines.append((model, _shards(sharding), counts, *(" / ".join(scores[way]) for way in ways)))
+    return table(("model", "shards", "replicas", *ways), lines, words=2)
+
+
+def _ranks_table(rows: list[Row]) -> str:
+    """Mean rank of every way by variance, over models and numbers of replicas."""
+    ways = [key for key in rows[0] if key not in ("model", "n", "sharding", "metric", "tau_with_score")]
+    lines = [
+        (f"{_shards(sharding)}: {metric.replace('_', ' ')}", *(f"{_mean(group, key):.2f}" for key in (*ways, "tau_with_score")))
+        for (sharding, metric), group in _grouped(rows, "sharding", "metric").items()
+    ]
+    return table(("metric", *ways, "tau with accuracy"), lines, words=1)
+
+
+def _relations_table(rows: list[Row]) -> str:
+    """Kendall's tau of accuracy, and of the replicas' own, over the ways: means over models."""
+    settings = list(_grouped(rows, "sharding", "n"))
+    taus = ("tau_with_score", "tau_with_mean_replica_score")
+    lines = []
+    for (of,), group in _grouped(rows, "of").items():
+        by_setting = _grouped(group, "sharding", "n")
+        cells = (", ".join(f"{_mean(by_setting[setting], tau):.2f}" for tau in taus) for setting in settings)
+        lines.append((of.replace("_", " "), *cells))
+    heads = (f"{_shards(sharding)}, n = {n}" for sharding, n in settings)
+    return table(("tau with", *heads), lines, words=1)
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    return math.fsum(row[key] for row in rows) / len(rows)
 
 
 def _step_table(rows: list[Row]) -> str:
@@ -84,7 +147,7 @@ def _if_there(key: str, digits: int = 3) -> Callable[[Row], str]:
 
 
 ACCURACY_COLUMNS = (
-    ("shards", lambda row: row["sharding"].replace("_", "-").replace("iid", "IID")),
+    ("shards", lambda row: _shards(row["sharding"])),
     ("graph", lambda row: "Ada, 14 - e" if row["graph"] == "ada" else row["graph"]),
     ("averaged", "{accuracy:.3f} ± {deviation:.3f}"),
     ("specified", _if_there("specified")),
@@ -93,6 +156,18 @@ ACCURACY_COLUMNS = (
     ("distance", "{consensus_before:.3f}"),
     ("specified", _if_there("specified_consensus_before")),
     ("sent, in weights", "{sent_in_weights:,.0f}"),
+)
+SCHEDULE_COLUMNS = (
+    ("graph", "{graph}"),
+    ("averaged", "{accuracy:.3f} ± {deviation:.3f}"),
+    ("replicas", "{replicas:.3f}"),
+    ("sent, in weights", "{sent_in_weights:,.0f}"),
+)
+CURVE_COLUMNS = (
+    ("way", "{way}"),
+    ("seconds", "{seconds:.1f}"),
+    ("accuracy", "{accuracy:.3f}"),
+    ("waiting", "{waiting_fraction_at_the_end:.2f}"),
 )
 SCALING_COLUMNS = (
     ("way", "{way}"),
@@ -206,6 +281,36 @@ def averaging_claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
+def averaging_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Accuracy by workers and rule; by period; on shards that differ; with a straggler."""
+    cells = {(row["rule"], row["workers"], row["epochs"]): row for row in document["scaling"]}
+    short = list(dict.fromkeys(rule for rule, _, epochs in cells if epochs == AVERAGING_EPOCHS))
+    kinds = [*((rule, AVERAGING_EPOCHS) for rule in short), ("average", 2 * AVERAGING_EPOCHS)]
+    workers = dict.fromkeys(count for _, count, _ in cells)
+    lines = [(str(count), *(_averaged(cells.get((rule, count, epochs))) for rule, epochs in kinds)) for count in workers]
+    heads = ("workers", *(f"{rule}, {epochs} epochs" for rule, epochs in kinds))
+    score = ("accuracy", "{score:.3f} ± {deviation:.3f}")
+    straggler = (
+        ("rule", "{rule}"),
+        ("local epochs done", "{local_epochs}"),
+        ("rate against no straggler", "{epochs_per_s_against_no_straggler:.3f}"),
+        score,
+    )
+    return {
+        "averaging": table(heads, lines, words=0),
+        "periods": row_table(document["periods"], (("averaged", "{rule}"), ("exchanges", "{exchanges}"), score), words=1),
+        "federated": row_table(document["federated"], (("setting", "{setting}"), score), words=1),
+        "straggler": row_table(document["straggler"], straggler, words=1),
+    }
+
+
+def _averaged(row: Row | None) -> str:
+    """Accuracy, and the specified one in brackets."""
+    if row is None:
+        return ""
+    return f"{row['score']:.3f}" + (f" ({row['specified']:.3f})" if row["specified"] is not None else "")
+
+
 STALE_TOLERANCE = 0.02
 EPOCH_TOLERANCE = 0.10
 
@@ -273,12 +378,29 @@ def stale_tables(document: dict[str, Any]) -> dict[str, str]:
         ("simulated", "{simulated:.3f}"),
         ("activations held (batches, all modules)", "{batches_of_activations_held}"),
     )
+    images = [
+        {"K": modules, "S": groups, **{name: _over_seeds(group, name) for name in ("scores", "drained")}}
+        for (modules, groups), group in _grouped(document.get("images", []), "K", "S").items()
+    ]
+    on_images = (
+        ("K", "{K}"),
+        ("S", "{S}"),
+        *((f"epoch {epoch}", lambda row, epoch=epoch: f"{row['scores'][epoch - 1]:.3f}") for epoch in (1, 4, 8, 12)),
+        ("drained", "{drained[0]:.3f}"),
+    )
     by_algorithm = sorted(document["epoch_times"], key=lambda row: (ORDER.index(row["algorithm"]), row["K"]))
     return {
         "accuracy": row_table(document["accuracy"], accuracy, words=1),
+        **({"images": row_table(images, on_images, words=0)} if images else {}),
         "epoch times": row_table(by_algorithm, epochs, words=1),
         "speed-up": row_table(document["speedup"], speedups, words=0),
     }
+
+
+def _over_seeds(rows: Sequence[Row], key: str) -> list[float]:
+    """Figures by place, or one alone: means over seeds."""
+    figures = [row[key] if isinstance(row[key], list) else [row[key]] for row in rows]
+    return [math.fsum(each) / len(each) for each in zip(*figures, strict=True)]
 
 
 AIM = 0.10
@@ -583,7 +705,7 @@ def convergence_tables(document: dict[str, Any]) -> dict[str, str]:
 JUDGES = {
     "convergence": Judge(claims=convergence_claims, tables=convergence_tables),
     "decentralized": Judge(claims=graphs_claims, tables=graphs_tables),
-    "epoch_averaging": Judge(claims=averaging_claims),
+    "epoch_averaging": Judge(claims=averaging_claims, tables=averaging_tables),
     "stale_gradients": Judge(claims=stale_claims, tables=stale_tables),
     "relaxed": Judge(claims=steps_claims, tables=steps_tables),
     "trained_periods": Judge(claims=periods_claims, tables=periods_tables),
