@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ParsimError
-from parsim.formats.recipe import Recipe, format_name, read_recipe
+from parsim.formats.configs import format_name, read_recipe
+from parsim.formats.recipe import Recipe
 from parsim.formats.source import file_formats
 
 ROOT = Path(__file__).parents[1]

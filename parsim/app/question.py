@@ -33,7 +33,8 @@ from parsim.app.config_text import changes_of, holds, put_on_path, references, r
 from parsim.app.load import check_untuned, cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
-from parsim.formats.recipe import GENERIC, flat_table, is_framework_file, read_recipe, whole_number
+from parsim.formats.configs import is_framework_file, read_recipe
+from parsim.formats.recipe import GENERIC, flat_table, whole_number
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection

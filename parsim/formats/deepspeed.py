@@ -432,7 +432,7 @@ def _zero_table(recipe: PlannedRecipe, width: int) -> dict[str, Any]:
     return table
 
 
-def _sniff(source: SourceFile) -> bool:
+def is_deepspeed(source: SourceFile) -> bool:
     if not source.begins("{") or len(source.data) > SNIFFED:
         return False
     try:
@@ -450,7 +450,7 @@ FORMATS = {
         what="a DeepSpeed JSON config",
         tool=NAME,
         reads="run",
-        sniff=_sniff,
+        sniff=is_deepspeed,
         read=read_deepspeed,
         writes="recipe",
         write=write_deepspeed,

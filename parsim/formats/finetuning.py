@@ -23,17 +23,23 @@ from parsim.formats.recipe import (
     whole_number,
     yaml_table,
 )
-from parsim.formats.scripts import note_hanging, option_values
+from parsim.formats.scripts import note_hanging, option_values, overrides_of, words_of
 from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.formats.torchtitan import SCHEDULES
 from parsim.formats.trainer import STAGES, take_deepspeed_file, take_optimizer
-from parsim.model.catalogue.names import is_transformer, shape_of
+from parsim.model.catalogue.names import is_transformer, shape_of, zoo_name
+from parsim.model.catalogue.zoo import ZOO
+from parsim.units import printable
 
 # axolotl.
 
 
 AXOLOTL = "axolotl"
 AXOLOTL_MARK = re.compile(r"^base_model\s*:", re.MULTILINE)
+AXOLOTL_KEYS = re.compile(
+    r"^(micro_batch_size|gradient_accumulation_steps|sequence_len|datasets|sample_packing)\s*:", re.MULTILINE
+)
+"""Of which Ludwig's and AutoTrain's files, with a base_model too, have none."""
 AXOLOTL_SAME_TIME = re.compile(
     r"(base_model_|model_type|tokenizer|trust_remote|is_|dataset|datasets|test_datasets|shuffle|val_set|output_dir|wandb|mlflow|"
     r"num_epochs|max_steps|learning_rate|lr_|cosine|warmup|weight_decay|adam_|max_grad_norm|logging|eval|save|saves|early_|"
@@ -136,9 +142,18 @@ TORCHTUNE_LEFT_OUT = {
 
 
 def read_torchtune(source: SourceFile) -> Recipe:
-    """A file of torchtune. Raises ConfigError for DoRA, distillation, or a model that must be named beside it."""
-    keys = FileKeys(TORCHTUNE, yaml_table(source))
+    """A file of torchtune, or a script that starts one of its own by name.
+
+    Raises ConfigError for DoRA, distillation, or a model that must be named beside it.
+    """
+    keys = FileKeys(TORCHTUNE, _named_recipe(source) if source.path.suffix in SCRIPTS else yaml_table(source))
     recipe = Recipe(framework=TORCHTUNE, software={"framework": "torchtune"})
+    if config := keys.text("config"):
+        recipe.left_out["config"] = (
+            f"{printable(config)} is not there: what the script does not set is as torchtune's code has it"
+        )
+        if "batch_size" not in keys.values:
+            recipe.missing["training.global_batch"] = f"batch_size is in {printable(config)}"
     if not any(key.startswith("optimizer") for key in keys.values):
         raise ConfigError(f"{TORCHTUNE}: it has no optimizer, and trains nothing; give the file of a training")
     component = keys.text("model._component_").rpartition(".")[2]
@@ -185,6 +200,24 @@ def read_torchtune(source: SourceFile) -> Recipe:
     recipe.zero = 0 if shard == "1" else 2 if keys.text("fsdp_reshard_after_forward").lower() == "false" else 3
     keys.sort(recipe, left_out=TORCHTUNE_LEFT_OUT, ignored=TORCHTUNE_SAME_TIME)
     return recipe
+
+
+TUNE = re.compile(r"\btune\s+run\b")
+
+
+def _named_recipe(source: SourceFile) -> dict[str, Any]:
+    """What `tune run RECIPE --config llama3_1/8B_lora key=value` says; the file of that name is in torchtune's package."""
+    given = option_values(source.text)
+    keys = overrides_of(source.text) | {"config": given.get("config", "")}
+    family, _, rest = str(keys["config"]).partition("/")
+    size, _, kind = rest.lower().partition("_")
+    method = kind.partition("_")[0] if kind.startswith(("lora", "qlora", "dora", "qdora")) else ""
+    name = f"{method}_" * bool(method) + f"{family}_{size}"
+    usual: dict[str, Any] = {"model._component_": f"torchtune.models.{family}.{name}"}
+    usual["optimizer._component_"] = "torch.optim.AdamW"
+    if "single_device" in source.text:
+        usual["data_parallel_shard_dim"] = 1
+    return usual | keys
 
 
 def _with_points(name: str) -> str:
@@ -338,15 +371,18 @@ def read_lightning(source: SourceFile) -> Recipe:
     """A file of Lightning, whose model is a class of the user's, or of LitGPT.
 
     Raises ConfigError for adapters that are not LoRA's."""
-    litgpt = not LIGHTNING_MARK.search(source.text)
-    keys = FileKeys(LITGPT if litgpt else LIGHTNING, yaml_table(source))
+    document = _litgpt_command(source) if source.path.suffix in SCRIPTS else yaml_table(source)
+    litgpt = "trainer" not in document
+    keys = FileKeys(LITGPT if litgpt else LIGHTNING, document)
     where = "" if litgpt else "trainer."
     recipe = Recipe(framework=keys.framework, model="")
     name = keys.text(
-        "model_name", "checkpoint_dir", "model.init_args.model_name", "model.init_args.pretrained_model_name_or_path"
+        "model_name", "checkpoint_dir", *(f"model.{table}{key}" for table in ("init_args.", "") for key in OF_MODEL)
     )
     if litgpt and "model_config.n_layer" in keys.values:
         recipe.model, recipe.args = GENERIC, _litgpt_sizes(keys)
+    elif zoo_name(name) in ZOO:
+        recipe.model = zoo_name(name)
     elif name:
         recipe.name_model("model_name", re.sub(r"-hf$", "", name))
     else:
@@ -379,23 +415,46 @@ def read_lightning(source: SourceFile) -> Recipe:
         else:  # its pretrain divides within a machine
             recipe.replicate = nodes
     recipe.software = {"framework": "deepspeed" if "deepspeed" in word else "fsdp" if recipe.zero else "ddp"}
+    if recipe.training["precision"] == "bf16" and "deepspeed" not in word and "tune" not in recipe.training:
+        recipe.training["master_weights"] = False  # weights, gradients and states alike
     recipe.software |= {"compiled": True} if litgpt and "checkpoint_dir" not in keys.values else {}  # litgpt pretrain
-    recipe.micro_batch = keys.number(
-        "train.micro_batch_size", "data.init_args.batch_size", "data.batch_size", "model.init_args.batch_size", default=0
-    )
+    sizes = (f"{table}.{key}" for table in ("data.init_args", "data", "model.init_args", "model") for key in OF_BATCH)
+    recipe.micro_batch = keys.number("train.micro_batch_size", *sizes, default=0)
     recipe.local_batch = recipe.micro_batch * keys.number("trainer.accumulate_grad_batches", default=1)
     if total := keys.number("train.global_batch_size", default=0):
         recipe.training["global_batch"] = total
     elif not recipe.micro_batch:
         recipe.missing["training.global_batch"] = "no batch size is in the file"
     recipe.micro_batch = recipe.micro_batch or 1
-    if seq := keys.number("train.max_seq_length", "data.init_args.max_seq_length", "data.init_args.block_size", default=0):
+    lengths = (f"{table}.{key}" for table in ("train", "data.init_args", "data") for key in OF_LENGTH)
+    if seq := keys.number(*lengths, default=0):
         recipe.args["seq"] = seq
+    elif "checkpoint_dir" in keys.values:
+        recipe.assume_length("train.max_seq_length")
     take_optimizer(keys.text("optimizer.class_path", "optimizer", default="AdamW").rpartition(".")[2], recipe)
     keys.sort(recipe, left_out=LIGHTNING_LEFT_OUT, ignored=LIGHTNING_SAME_TIME)
     return recipe
 
 
+OF_MODEL = ("model_name_or_path", "pretrained_model_name_or_path", "model_name", "arch", "backbone")
+OF_BATCH = ("batch_size", "train_batch_size", "per_device_train_batch_size")
+OF_LENGTH = ("max_seq_length", "max_length", "block_size", "seq_length", "seq_len")
+"""What classes of users, which Lightning's files name, call these most often."""
+LITGPT_COMMAND = re.compile(r"\blitgpt\s+(pretrain|finetune\w*)\s+([^-\s]\S*)?")
+
+
+def _litgpt_command(source: SourceFile) -> dict[str, Any]:
+    """The keys of `litgpt finetune_lora MODEL --train.micro_batch_size 2`, with its defaults."""
+    task, name = LITGPT_COMMAND.search(" ".join(words_of(source.text))).groups()  # type: ignore[union-attr]  # by the sniff
+    keys = flat_table(option_values(source.text))
+    tuned = task != "pretrain"
+    usual: dict[str, Any] = {"devices": 1 if tuned else "auto"}
+    usual |= {"train.global_batch_size": 16 if tuned else 512, "train.micro_batch_size": 1 if tuned else 4}
+    usual |= {"checkpoint_dir" if tuned else "model_name": name or "", **({"lora_r": 8} if task in LORA_TASKS else {})}
+    return usual | ({"adapter": task} if "adapter" in task else {}) | keys
+
+
+LORA_TASKS = ("finetune", "finetune_lora")
 LORA_PARTS = {
     "lora_query": ("q_proj", True),
     "lora_key": ("k_proj", False),
@@ -445,6 +504,8 @@ def _take_adapters(recipe: Recipe, keys: FileKeys) -> None:
 def is_lightning(source: SourceFile) -> bool:
     """Whether a file is one of Lightning or LitGPT; NeMo's have a table `trainer` too, and options of Megatron."""
     text = source.text
+    if source.path.suffix in SCRIPTS:
+        return bool(LITGPT_COMMAND.search(text))
     if source.path.suffix not in YAML or "model_parallel_size" in text:
         return False
     return bool(
@@ -523,16 +584,16 @@ FORMATS = {
         what="a YAML file of axolotl",
         tool=AXOLOTL,
         reads="recipe",
-        sniff=marked(YAML, AXOLOTL_MARK),
+        sniff=marked(YAML, AXOLOTL_MARK, AXOLOTL_KEYS),
         read=read_axolotl,
     ),
     "torchtune": FileFormat(
-        layouts="recipes for one and for several GPUs",
+        layouts="recipes for one and for several GPUs; scripts that start one, by its file or its name",
         refuses="DoRA; what runs a second model, or trains nothing",
         what="a YAML file of torchtune",
         tool=TORCHTUNE,
         reads="recipe",
-        sniff=marked(YAML, TORCHTUNE_MARK),
+        sniff=lambda source: marked(YAML, TORCHTUNE_MARK)(source) or marked(SCRIPTS, TUNE)(source),
         read=read_torchtune,
     ),
     "automodel": FileFormat(
@@ -545,7 +606,7 @@ FORMATS = {
         read=read_automodel,
     ),
     "lightning": FileFormat(
-        layouts="Lightning's command line, LitGPT by name or by model_config",
+        layouts="Lightning's command line, LitGPT by name or by model_config; scripts that start either",
         refuses="other adapters than LoRA; strategies of other devices; a model class of one's own, until --set model.name",
         what="a YAML file of Lightning or LitGPT",
         tool=LIGHTNING,

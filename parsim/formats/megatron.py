@@ -275,6 +275,12 @@ def read_yaml(document: Mapping[str, Any], model: str = "") -> Recipe:
 def _read_neox(document: Mapping[str, Any]) -> Recipe:
     """A YAML file of GPT-NeoX: options of Megatron-LM beside tables of DeepSpeed. Raises ConfigError as `read_script`."""
     flat, _ = _options_of_table({key: value for key, value in document.items() if key not in ("optimizer", "scheduler")})
+    attention = str(document.get("attention_config", document.get("attention-config", "")))
+    if other := re.search(r"mamba|rwkv|gmlp|sparse", attention):
+        raise ConfigError(
+            f"{NEOX}: attention_config holds layers of {other[0]}, which parsim does not size by these keys; give such a model "
+            "as a config.json of Hugging Face"
+        )
     table = document.get("optimizer")
     kind = str(table.get("type", "adam")) if isinstance(table, Mapping) else "adam"
     options: dict[str, list[str]] = {"optimizer": ["sgd" if kind.lower() == "sgd" else "adam"]}
@@ -913,11 +919,11 @@ OTHERS = re.compile(
 )
 """Of one that is another tool's, which may name Megatron."""
 STARTS_OTHERS = re.compile(
-    r"\bverl\.trainer\b|"
+    r"\bverl\.trainer\b|\baxolotl\b|\blitgpt\b|\btune run\b|"
     r"\btorchtitan\.train\b|--job\.config_file|torchtitan.*--module[= ]|--per[-_]device[-_]train|per_device_batch_size=|"
     r"--base_model\b"
 )
-"""Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora, MaxText or verl."""
+"""Of a script that starts torchtitan, a Trainer of Hugging Face, alpaca-lora, MaxText, verl and others."""
 STARTS = re.compile(
     r"--(num[-_]layers|(tensor|pipeline)[-_]model[-_]parallel[-_]size|(micro|global)[-_]batch[-_]size|hidden[-_]size)\b|"
     r"\bpretrain_\w+\.py|\bmegatron\s+(sft|pt|rlhf)\b"

@@ -1,6 +1,6 @@
 """A training in parsim's words, between the config files of frameworks: read from a file, or made of a plan to be written.
 
-`read_recipe` reads a file of a framework as it is, and says what became of every key. `recipe_of_plan` is
+A reader takes a file of a framework as it is, and says what became of every key (`configs.read_recipe`). `recipe_of_plan` is
 the other way: the mesh as frameworks count it, with what no framework's file can say. What is written is read back, and
 compared.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from parsim.errors import ConfigError, MissingDependencyError, first_few
-from parsim.files import read_text, reading
-from parsim.formats.source import FileFormat, SourceFile, file_formats
+from parsim.files import read_text
+from parsim.formats.source import SourceFile
 from parsim.model.catalogue.frameworks import FRAMEWORKS
 from parsim.model.catalogue.names import (
     CASTS,
@@ -511,97 +511,6 @@ def _yaml_nodes(node: Any, known: dict[int, float]) -> float:
         parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
         known[id(node)] = 1 + sum(_yaml_nodes(part, known) for part in parts if not isinstance(part, str))
     return known[id(node)]
-
-
-def is_framework_file(path: Path) -> bool:
-    """Whether a path is a file of another tool, by its name and content: also one that is no whole question.
-
-    A run file, which has the table [cluster], is none, whatever its name.
-
-    Args: path: as the user gave it.
-    """
-    if path.suffix == "" or (path.suffix == ".json" and not path.is_file()):  # a model
-        return False
-    try:
-        text = read_text(path, LARGEST_BYTES)
-    except (OSError, ValueError):  # whoever reads it says what is wrong with it
-        return path.suffix in (*SCRIPTS, *YAML, *PROGRAMS)
-    if re.search(r"^[ \t]*\[cluster\]", text, re.MULTILINE):
-        return False
-    source = SourceFile(path, text.encode())
-    return path.suffix in (*SCRIPTS, *YAML, *PROGRAMS) or any(
-        row.sniff(source) for _, row in file_formats().items() if row.reads
-    )
-
-
-WHOSE = (
-    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Levanter, Lightning, "
-    "axolotl, torchtune, NeMo AutoModel, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or "
-    "TrainingArguments, or a torchtitan TOML"
-)
-
-
-def read_recipe(path: Path) -> Recipe:
-    """What such a file says.
-
-    Raises: ConfigError: no such file, no text of its kind, or sizes that are missing or cannot be. MissingDependencyError: a
-        YAML file without PyYAML.
-    """
-    try:
-        source = opened(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
-    row = next((row for _, row in _recipe_formats() if row.sniff(source)), None)
-    if row is None or row.read is None:
-        raise ConfigError(f"{path} {_other_kind(source)}")
-    with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
-        try:
-            recipe: Recipe = row.read(source)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-    return recipe
-
-
-FOREIGN = (
-    (
-        r"^actor_rollout_ref\s*:|adv_estimator\s*[:=]",
-        "verl, which generates by rollouts between steps",
-        "its policy's training",
-    ),
-    (r"\bverl\.trainer\b", "verl", "the training"),
-    (
-        r"^algorithm\s*:\s*(grpo|ppo)|^rollout\s*:|^reward_model\s*:",
-        "a reinforcement learning, with rollouts",
-        "its policy's step",
-    ),
-    (r"\bcolossalai run\b", "Colossal-AI, whose options hang on each program", "the training"),
-    (r"\baccelerate launch\b|\btorchrun\b|\bdeepspeed\b|\bpython3?\b|\bsrun\b", "a program of its own", "the training"),
-)
-"""Of files that no format reads: a mark, whose they are, and what a run file asks instead."""
-
-
-def _other_kind(source: SourceFile) -> str:
-    """Why a file that no format reads as a whole question is none, and what to give instead."""
-    for name, row in file_formats().items():
-        if row.reads not in (None, "recipe") and row.sniff(source):
-            return f"is {row.what}, and no whole question: `parsim import {source.path}` reads it (--kind {name})"
-    for mark, whose, what in FOREIGN:
-        if re.search(mark, source.text, re.MULTILINE):
-            return (
-                f"is of {whose}, which parsim does not read: ask for {what} as `parsim plan MODEL --on MACHINE --batch N`, "
-                "with --set plan.mesh.tp=N and the like for what the file fixes"
-            )
-    return f"is of no kind that parsim knows: give {WHOSE}"
-
-
-def _recipe_formats() -> list[tuple[str, FileFormat]]:
-    return [(name, row) for name, row in file_formats().items() if row.reads == "recipe"]
-
-
-def format_name(path: Path) -> str:
-    """The name of the format of such a file; "": it is of none."""
-    source = opened(path)
-    return next((name for name, row in _recipe_formats() if row.sniff(source)), "")
 
 
 @dataclass(kw_only=True)

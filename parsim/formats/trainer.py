@@ -14,7 +14,7 @@ from typing import Any
 
 from parsim.errors import ConfigError, ImportedFileError
 from parsim.files import parse_json, read_text
-from parsim.formats.deepspeed import read_deepspeed
+from parsim.formats.deepspeed import is_deepspeed, read_deepspeed
 from parsim.formats.recipe import (
     LARGEST_BYTES,
     PROGRAMS,
@@ -33,7 +33,7 @@ from parsim.formats.source import FileFormat, SourceFile, marked
 from parsim.model.catalogue.names import is_transformer
 from parsim.units import printable
 
-NAME, ACCELERATE = "Hugging Face Trainer", "Accelerate"
+NAME, ACCELERATE, DEEPSPEED = "Hugging Face Trainer", "Accelerate", "DeepSpeed"
 MARK = re.compile(r"^per_device_train_batch_size\s*:|[\"']per_device_train_batch_size[\"']\s*:", re.MULTILINE)
 SWIFT_MARK = re.compile(r"\bswift\s+(sft|pt|rlhf)\b|\bllm_sft\.py\b")
 ALPACA_MARKS = re.compile(r"--base_model\b"), re.compile(r"--micro_batch_size\b")
@@ -51,7 +51,7 @@ SAME_TIME = re.compile(
     r"overwrite_cache|max_samples|chat_|tokenizer|block_size|text_|neftune|accelerator_config|restore_callback|torchdynamo|"
     r"prompt|response|image_|video_|model_revision|attn_implementation|flash_attn|use_mps|full_determinism|save_safetensors|"
     r"gradient_checkpointing_kwargs|compute_environment|debug|downcast|enable_cpu_affinity|machine_rank|main_|rdzv|same_network|"
-    r"tpu|use_cpu|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
+    r"tpu|use_cpu|gpu_ids|fp8_config|task_name|bias$|random_state|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
     r"forward|state_dict|sync|transformer_layer|use_orig|limit)|fsdp_config\.(auto_wrap|backward|cpu_ram|forward|limit|"
     r"state_dict|sync|transformer_layer|use_orig|xla)|deepspeed_config\.(deepspeed_multinode|zero3_(init|save))|finetuning_type|"
     r"max_length|torch_empty|tf32|fsdp_transformer_layer|use_flash|use_slow|train_file|data_path|version$|lazy|dataset|nproc|"
@@ -79,7 +79,10 @@ LEFT_OUT = {
     ),
     "activation_cpu_offload": "kept activations stay on the device",
     "vision_tower": "the vision tower is not in the model: it trains the language model on text",
-    "config_file": "the YAML of accelerate is not there, which may divide states: give --set plan.zero_stage=3",
+    **dict.fromkeys(
+        ("config_file", "accelerate_config"),
+        "the YAML of accelerate is not there, which may divide states: give --set plan.zero_stage=3",
+    ),
     "use_liger": "losses and norms are those of the eager model",
     "fp8_enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
     "average_tokens_across_devices": "the loss is that of each replica",
@@ -152,6 +155,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     if in_half and not recipe.zero and recipe.software["framework"] == "hf-trainer" and "tune" not in recipe.training:
         recipe.training["master_weights"] = False  # FSDP and DeepSpeed keep weights in fp32 beside those that compute
     _read_paddle(keys, recipe)
+    _read_degrees(keys, recipe)
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
 
@@ -193,12 +197,29 @@ def _accelerated(source: SourceFile, document: Mapping[str, Any]) -> Recipe | No
         files = [other.path for other in others if is_accelerate(other)]
         file = files[0] if len(files) == 1 and not any(is_arguments(other) for other in others) else None
     if file is None:
-        return None
+        return _by_its_name(str(named or document.get("accelerate_config") or ""))
     plugin = read_accelerate(yaml_table(opened(file)), file)
     plugin.taken["config_file"] = file.name
     if not isinstance(named, str):
         plugin.left_out["config_file"] = f"{file.name} lies beside it and was read with it: move it away if it is not used"
     return plugin
+
+
+BY_NAME = re.compile(r"(deepspeed_?)?(?:zero|stage)_?([0-3])|(fsdp|fsdp[12])(?=$|[_.-]|\d)|(multi_gpu|ddp|single_gpu)")
+
+
+def _by_its_name(name: str) -> Recipe | None:
+    """What a YAML of Accelerate that is not there has by the name that TRL, among others, gives it (`fsdp2`, `zero3`)."""
+    if (match := BY_NAME.search(Path(name).stem.lower())) is None:
+        return None
+    stage, fsdp = match[2], match[3]
+    recipe = Recipe(framework=ACCELERATE, model="", zero=int(stage) if stage else 3 if fsdp else 0)
+    recipe.software = {"framework": "deepspeed" if stage else "hf-trainer", "compiled": False}
+    recipe.training["precision"] = "fp32"
+    recipe.optimizer_offload = "offload" in name
+    recipe.taken["config_file"] = recipe.taken["accelerate_config"] = name
+    recipe.left_out["config_file"] = f"{printable(name)} is not there: taken as ZeRO {recipe.zero}, by its name"
+    return recipe
 
 
 MOST_BESIDE = 100
@@ -229,7 +250,7 @@ def _take_plugin(plugin: Recipe, recipe: Recipe, *, divided: bool) -> None:
     if not divided:
         recipe.zero, recipe.optimizer_offload, recipe.replicate = plugin.zero, plugin.optimizer_offload, plugin.replicate
         recipe.software["framework"] = plugin.software["framework"]
-        recipe.tp, recipe.pp, recipe.cp = plugin.tp, plugin.pp, plugin.cp
+        recipe.tp, recipe.pp, recipe.cp, recipe.dp = plugin.tp, plugin.pp, plugin.cp, plugin.dp
         recipe.args |= plugin.args
     recipe.recompute = plugin.recompute if recipe.recompute == "none" else recipe.recompute
     recipe.processes = plugin.processes
@@ -335,6 +356,10 @@ def _options_of_script(source: SourceFile) -> dict[str, Any]:
         found = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | found
         if (half := SWIFT_TYPES.get(str(found.get("torch_dtype", "bfloat16")))) is not None:
             found.setdefault(half, True)  # it trains in the type that it loads, which is that of the checkpoint
+    if UNSLOTH.search(source.text):
+        found["lora_r"], found["torch_dtype"] = found.pop("r", 16), "bfloat16"
+        again = found.pop("use_gradient_checkpointing", "unsloth")
+        found = {"use_peft": True, "target_modules": "all", "gradient_checkpointing": bool(again)} | found
     if found.pop("lora_enable", False) is True:  # of LLaVA, with its defaults
         found = {"use_peft": True, "lora_r": 64, "lora_alpha": 16, "target_modules": "all"} | found
     if (mixed := found.pop("mixed_precision", "no")) in ("bf16", "fp16"):
@@ -356,6 +381,7 @@ def _of_alpaca(found: dict[str, Any]) -> None:
     found.update(usual | found)
 
 
+UNSLOTH = re.compile(r"\bunsloth[-_]cli\.py\b")
 SWIFT_TYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SWIFT_DTYPES = {"AUTO": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 HANGING = {
@@ -387,6 +413,7 @@ OTHER_LOSSES = (
     "max_completion_length",
     "response_length",
     "pref_loss",
+    "max_prompt_length",
 )
 """Keys of trainings that generate, or that run a second model."""
 
@@ -400,6 +427,23 @@ def _refuse_other_losses(keys: FileKeys) -> None:
             f"{NAME}: {found} = {printable(str(keys.values.get(found, stage)))} trains by rollouts or beside a second model, "
             "which no plan of parsim has; drop it to price the supervised training of the model alone"
         )
+
+
+def _read_degrees(keys: FileKeys, recipe: Recipe) -> None:
+    """Axes beside the replicas: of ms-swift and LLaMA-Factory, which cut a sequence by heads, and of the latter's Megatron."""
+    keys.degrees(recipe, cp=("sequence_parallel_size", "sp_size", "parallelism_config.sp_size"))
+    if recipe.cp > 1:
+        recipe.left_out["sequence_parallel_size"] = "attention exchanges keys and values in a ring, and not its heads"
+    if not keys.flag("use_mca"):
+        return
+    keys.degrees(recipe, tp="tensor_model_parallel_size", pp="pipeline_model_parallel_size", ep="expert_model_parallel_size")
+    keys.degrees(recipe, cp="context_parallel_size")
+    recipe.software = {"framework": "megatron"}
+    recipe.args["sequence_parallel"] = keys.flag("sequence_parallel")
+    recipe.zero = 1 if keys.flag("use_distributed_optimizer") else 0
+    recipe.recompute = {"full": "full", "selective": "selective"}.get(keys.text("recompute_granularity"), "none")
+    if (stages := keys.number("virtual_pipeline_model_parallel_size", default=1)) > 1:
+        recipe.chunks = stages
 
 
 def _read_paddle(keys: FileKeys, recipe: Recipe) -> None:
@@ -473,15 +517,16 @@ def read_accelerate(document: Mapping[str, Any], path: Path) -> Recipe:
         keys.degrees(recipe, tp="megatron_lm_config.megatron_lm_tp_degree", pp="megatron_lm_config.megatron_lm_pp_degree")
         recipe.args["sequence_parallel"] = keys.flag("megatron_lm_config.megatron_lm_sequence_parallelism")
         recipe.zero = 1 if keys.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer") else 0
-        recipe.recompute = "full" if keys.text("megatron_lm_config.megatron_lm_recompute_activations") == "full" else "none"
+        again = keys.text("megatron_lm_config.megatron_lm_recompute_activations", default="false").lower()
+        recipe.recompute = {"full": "full", "true": "selective", "selective": "selective"}.get(again, "none")
         for name in ("num_micro_batches", "gradient_clipping"):
             keys.text(f"megatron_lm_config.megatron_lm_{name}")
     elif kind not in ("NO", "MULTI_GPU"):
         raise ConfigError(f"{ACCELERATE}: distributed_type = {kind} is no training on GPUs that parsim prices")
     table = "parallelism_config.parallelism_config"
     keys.degrees(recipe, tp=f"{table}_tp_size", cp=f"{table}_cp_size", replicate=f"{table}_dp_replicate_size")
-    if keys.number(f"{table}_dp_shard_size", default=1) > 1:
-        recipe.zero = recipe.zero or 3
+    if (shard := keys.number(f"{table}_dp_shard_size", default=1)) > 1:
+        recipe.dp, recipe.zero = shard * recipe.replicate, recipe.zero or 3
     keys.sort(recipe, left_out=LEFT_OUT, ignored=SAME_TIME)
     return recipe
 
@@ -541,6 +586,23 @@ def _take_deepspeed(text: str, path: Path, recipe: Recipe) -> None:
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
+def _read_deepspeed_alone(source: SourceFile) -> Recipe:
+    """A DeepSpeed config by itself, which holds no model, and a batch only where it is not "auto"."""
+    document = source.json("a DeepSpeed config")
+    recipe = Recipe(framework=DEEPSPEED, model="", missing=dict(BARE))
+    _take_deepspeed(source.text, source.path, recipe)
+    keys = FileKeys(DEEPSPEED, {key: document[key] for key in BATCH if document.get(key, "auto") != "auto"})
+    micro = keys.number("train_micro_batch_size_per_gpu", default=0)
+    again = keys.number("gradient_accumulation_steps", default=1)
+    recipe.micro_batch, recipe.local_batch = micro, micro * again
+    if total := keys.number("train_batch_size", default=0):
+        recipe.training["global_batch"] = total
+    if total or micro:
+        del recipe.missing["training.global_batch"]
+    recipe.taken |= keys.read
+    return recipe
+
+
 is_accelerate = marked(YAML, ACCELERATE_MARK)
 
 
@@ -575,5 +637,14 @@ FORMATS = {
         reads="recipe",
         sniff=is_accelerate,
         read=_read_accelerated,
+    ),
+    "deepspeed-alone": FileFormat(
+        layouts="keys of 0.19, as docs/import.md has them",
+        refuses='a model, and a batch that is "auto", until --set and --batch',
+        what="a DeepSpeed JSON config without its script",
+        tool=DEEPSPEED,
+        reads="recipe",
+        sniff=is_deepspeed,
+        read=_read_deepspeed_alone,
     ),
 }

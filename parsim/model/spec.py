@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    WrapValidator,
+)
 
 from parsim.errors import ModelError, near_matches
 from parsim.hardware.records import ConfigSection, Name, Number, PairsOf
@@ -23,6 +33,7 @@ from parsim.model.catalogue.names import (
     normalised,
     sequence_of,
     shape_of,
+    zoo_name,
 )
 from parsim.model.catalogue.zoo import ZOO, ZooRow
 from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
@@ -67,7 +78,7 @@ class ModelKeys(ConfigSection):
             seed 0.
     """
 
-    name: Name
+    name: Annotated[Name, AfterValidator(zoo_name)]
     args: Annotated[tuple[tuple[str, TomlScalar], ...], PairsOf(TomlScalar)] = ()
     input_shape: tuple[int, ...] | None = None
     loss: Name | None = None
@@ -200,7 +211,7 @@ def check_count(model: str, argument: str, value: object) -> None:
 
 def is_known(name: str) -> bool:
     """Whether a text is the name of a model that parsim ships, small or large."""
-    return name in ZOO or named(name) is not None
+    return zoo_name(name) in ZOO or named(name) is not None
 
 
 def takes_usual(name: str) -> bool:

@@ -72,11 +72,21 @@ NOT_PLANNED = (
     *("nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
     *("images_timm_large.sh", "images_vit_h_14.sh", "images_other.sh", "images_torchvision.sh", "nanogpt_launch.sh"),
     *("levanter.yaml", "maxtext_a3.sh", "megatron_deepspeed_moe.sh", "paddlenlp.json", "primus_maxtext.yaml"),
-    *("torchtitan_671b.toml",),
+    *(
+        "torchtitan_671b.toml",
+        "axolotl_launch.sh",
+        "torchtune_run.sh",
+        "llmfoundry_composer.sh",
+    ),
 )
 """Of these, beside those that are refused: for a size that they lack, because eight samples and GPUs do not divide as they
 ask, or because their model takes half a minute to trace (`images_timm.sh` is of the same reader)."""
-BATCHES = {"nanogpt_train_gpt2.py": 96, "nanogpt_shakespeare_char.py": 512, "images_timm.sh": 1024}
+BATCHES = {
+    "nanogpt_train_gpt2.py": 96,
+    "nanogpt_shakespeare_char.py": 512,
+    "images_timm.sh": 1024,
+    "lightning_images.yaml": 512,
+}
 """Global batches of files whose replicas take other than a power of two up to 16."""
 SHIPPED = ("resnet50", "vit_b_16")
 """Models of files that have no layers to take away."""

@@ -12,7 +12,8 @@ import pytest
 
 from parsim.app.functions import simulate
 from parsim.errors import ConfigError
-from parsim.formats.recipe import Recipe, read_recipe
+from parsim.formats.configs import read_recipe
+from parsim.formats.recipe import Recipe
 from parsim.formats.torchtitan import preset_tables, read_toml
 from parsim.plans.pipeline import pipeline_actions
 from parsim.plans.stages import with_ends

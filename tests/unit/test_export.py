@@ -16,10 +16,11 @@ from parsim.app.foreign import export_folder, import_file
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError
+from parsim.formats.configs import read_recipe
 from parsim.formats.exports import written_formats
 from parsim.formats.kineto import read_kineto
 from parsim.formats.ledger import ledger_of
-from parsim.formats.recipe import read_recipe, written_out
+from parsim.formats.recipe import written_out
 from parsim.formats.source import read_source
 from parsim.model.catalogue.names import sequence_of, shape_of
 from tests.commands import status_of

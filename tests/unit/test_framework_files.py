@@ -13,8 +13,9 @@ import pytest
 import parsim
 from parsim.app.question import question_of
 from parsim.errors import ConfigError
+from parsim.formats.configs import is_framework_file, read_recipe
 from parsim.formats.megatron import read_script
-from parsim.formats.recipe import FileKeys, Recipe, by_weight, is_framework_file, read_recipe, yaml_table
+from parsim.formats.recipe import FileKeys, Recipe, by_weight, yaml_table
 from parsim.formats.scripts import expanded, options_of
 from parsim.formats.source import SourceFile, read_source
 from parsim.formats.torchtitan import read_toml
@@ -1077,7 +1078,9 @@ def test_stages_are_even_where_nobody_says_otherwise(tmp_path: Path, more: str, 
         ),
         ("a.sh", "torchrun --nproc_per_node 8 mine.py --batch 4", "program of its own.*parsim plan MODEL --on MACHINE"),
         ("a.sh", SWIFT.replace("full", "longlora"), "not those of LoRA"),
-        ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', "parsim import .*--kind deepspeed"),
+        ("a.sh", "axolotl train mine.yml --micro-batch-size 2", "names mine.yml, which is not there"),
+        ("a.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', "model is in the training script"),
+        ("a.yaml", "per_device_train_batch_size: 1\nmodel_name_or_path: gpt2\nmax_prompt_length: 8", "second model"),
         ("a.py", RECIPE.replace("num_nodes=nodes", "(num_nodes"), "no Python that can be read"),
     ],
 )

@@ -276,3 +276,8 @@ class TestWithTorch:
         name = "tests.matrix.sequence_modules:transformer_encoder"
         spec = ModelSpec(name=name, input_shape=(6, 16), loss="cross_entropy")
         assert load_model(spec).parameter_count == sum(p.numel() for p in build_module(spec).parameters())
+
+
+@pytest.mark.parametrize("name", ["ResNet101", "resnet-101", "Resnet_101", "resnet 101"])
+def test_capitals_and_dashes_of_a_name_do_not_matter(name: str) -> None:
+    assert ModelSpec(name=name).name == "resnet101"

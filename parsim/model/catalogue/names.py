@@ -190,6 +190,15 @@ def named(name: str) -> NamedModel | None:
     return NAMED.get(normalised(name))
 
 
+def zoo_name(name: str) -> str:
+    """The name of the zoo that a text spells with other capitals, dashes or blanks (`ResNet-101`); else the text."""
+    squeezed = re.sub(r"[-_ ]", "", name.lower())
+    return name if named(name) is not None else ZOO_BY_LETTERS.get(squeezed, name)
+
+
+ZOO_BY_LETTERS = {name.replace("_", ""): name for name in ZOO}
+
+
 def is_transformer(name: str) -> bool:
     """Whether a name is of a model that is written from its sizes, which plans and simulates but cannot be trained."""
     row = named(name)
