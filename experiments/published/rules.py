@@ -139,6 +139,8 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"llm-foundry|composer|mosaic", "composer"),
     (r"primus|megatron", "megatron"),
     (r"torchtune", "torchtune"),
+    (r"dualpipe|hai[-_ ]llm", "hai-llm"),
+    (r"llm\.c\b", "llm.c"),
     (r"maxtext", "maxtext"),
     (r"\bjax\b|\bflax\b|\bpax(?:ml)?\b|levanter|t5x|easylm|mesh.?transformer", "jax"),
     (r"internevo|internlm", "internevo"),
@@ -148,15 +150,15 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"\bdle\b|deeplearningexamples|\bapex\b", "deeplearningexamples"),
     (r"tensorflow", "tensorflow"),
     (r"fsdp|full[-_ ]shard|litgpt|lit-gpt|lightning|fairscale", "fsdp"),
-    (r"nanogpt|llm\.c|\bddp\b", "ddp"),
+    (r"nanogpt|\bddp\b", "ddp"),
 )
 """In the notes, the id, the source and the zero_stage of a row; the first match counts."""
 
 EAGER = re.compile(
     r"\beager\b|not compiled|without compil|no compil|compile[^,;]* not stated|compile ?[=:] ?(?:false|off)", re.I
 )
-COMPILES = re.compile(r"compile|\bxla\b|inductor|nanogpt|llm\.c\b", re.IGNORECASE)
-"""nanoGPT's train.py compiles unless it is told not to, and llm.c has kernels of its own."""
+COMPILES = re.compile(r"compile|\bxla\b|inductor|nanogpt", re.IGNORECASE)
+"""nanoGPT's train.py compiles unless it is told not to."""
 
 
 def is_compiled(row: Row) -> bool:
@@ -237,7 +239,7 @@ def stage_of(text: str) -> int | None:
 
 def usual_blanks(name: str, until: int = 0) -> dict[str, Any]:
     """What rows of a framework leave out, where it is not as elsewhere. until: the last year of its version; 0: the current."""
-    return CORE if not until and name in ("megatron", "nemo", "megatron-bridge") else {}
+    return CORE if not until and name in ("megatron", "nemo", "megatron-bridge", "hai-llm") else {}
 
 
 def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: str) -> list[Rule]:
@@ -256,6 +258,7 @@ def plausible_rules(row: Row, shape: Shape, gpu: str, devices: int, *, divided: 
         zero=stage_of(row.zero),
         selective=recompute_of(row, NO_FRAMEWORK)[0] == "selective",
         low=low,
+        keys=row.seq or 0,
     )
     return [
         rule(

@@ -37,7 +37,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu, shipped_gpus
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.frameworks import ONE_NODE, Guess, plausible_frameworks, states_are_whole
-from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, shape_of
+from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer, sequence_of, shape_of
 from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelKeys, ModelSpec, takes_usual
@@ -278,6 +278,7 @@ class Question(ConfigSection):
             zero=facts.zero_stage,
             selective=facts.selective,
             low=self.has_low_products,
+            keys=sequence_of(self.model.name, dict(self.model.args)),
         )
 
     def _asked_plan(self) -> PlanFacts:

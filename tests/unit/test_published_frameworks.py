@@ -105,7 +105,9 @@ LOOPS: tuple[tuple[str, str, int, dict[str, Any], str], ...] = (
     ("gpt3-1.3b", "h100-sxm", 8, {"zero": 0}, "ddp"),
     ("gpt3-1.3b", "a100-sxm-80gb", 8, {"zero": 0}, "ddp"),
     ("gpt3-1.3b", "a100-sxm-80gb", 64, {"zero": 0}, "megatron 2021"),
+    ("gpt3-1.3b", "a100-sxm-80gb", 8, {"zero": 1}, "ddp"),
     ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": "tp 2"}, "megatron 2021"),
+    ("gpt3-175b", "a100-sxm-80gb", 512, {"divided": "tp 2", "keys": 8192}, "megatron"),
     ("gpt3-175b", "h100-sxm", 512, {"divided": "tp 2"}, "megatron"),
     ("bert-large", "v100-sxm-32gb", 8, {}, "deeplearningexamples"),
     ("bert-4b", "v100-sxm-32gb", 8, {}, "fsdp"),
@@ -124,6 +126,36 @@ def test_what_is_known_of_a_loop_says_who_wrote_it(
     found = plausible_frameworks(shape, gpu, devices=devices, memory_bytes=memory_bytes, **known).frameworks
     assert f"{found[0].name} {found[0].until or ''}".strip() == expected
     assert len({(row.name, row.until) for row in found}) == len(found)
+
+
+BESIDE_THE_TABLES = (
+    ("llm.c", "A100-SXM4-80GB", "GPT-2 774M", "512", {"micro_batch": "32"}, "ms/iteration", 1700, 0.06),
+    ("llm.c", "H100-SXM5-80GB", "GPT-2 1558M", "1024", {"micro_batch": "16"}, "s/iteration", 2.8, 0.1),
+    ("FSDP", "A100-SXM4-80GB", "Llama 2 13B", "256", {"zero_stage": "3", "recompute": "selective"}, "tokens/s/GPU", 1800, 0.15),
+    ("DualPipe", "H800-SXM5-80GB", "DeepSeek-V3", "15360", {"pp": "16", "ep": "64"}, "tokens/s/GPU", 1543, 0.12),
+)
+
+
+@pytest.mark.parametrize(("software", "gpu", "model", "batch", "split", "unit", "measured", "within"), BESIDE_THE_TABLES)
+def test_runs_of_no_table_are_near_where_their_software_is_known(
+    software: str, gpu: str, model: str, batch: str, split: dict[str, str], unit: str, measured: float, within: float
+) -> None:
+    """scripts/run_gpt2_*.sh of karpathy/llm.c, PyTorch's page on training Llama 2 by FSDP, and DeepSeek-V3's report."""
+    gpus = {"DeepSeek-V3": "2048", "Llama 2 13B": "128"}.get(model, "8")
+    seq = "1024" if software == "llm.c" else "4096"
+    values = {
+        "id": "nobody-2",
+        "hardware": gpu,
+        "model": model,
+        "gpus": gpus,
+        "global_batch": batch,
+        "seq": seq,
+        "zero_stage": "1",
+    }
+    precision = "fp8" if model == "DeepSeek-V3" else "bf16"
+    found = predict(row_of(values | {"unit": unit, "precision": precision, "notes": software, "tp": "1"} | split))
+    assert found.value == pytest.approx(measured, rel=within), found.why
+    assert (found.p05 or 0) <= measured <= (found.p95 or 0)
 
 
 NAMELESS = {"id": "nobody-1", "source": "somebody/else:README.md", "hardware": "H100-SXM5-80GB", "model": "Llama 3.1 8B"}

@@ -15,7 +15,7 @@ from typing import Literal
 
 from parsim.errors import ModelError
 from parsim.hardware.cluster import Cluster
-from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Shape, Software
+from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, FUSED_SOFTMAX_KEYS, LOSSES, UNFUSED, Shape, Software
 from parsim.model.component import CHANNELS_LAST, FULL_BYTES, NORM_ADD_RELU, NORM_RELU, NORM_RELU_OF_SUMS, Operator
 from parsim.model.divided import Dispatcher, ExpertRouting
 from parsim.model.formats import number_format
@@ -141,6 +141,11 @@ FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
 FIRST_FLASH = replace(EAGER, gradient_arrays=3.0, attention_work=2.0, activation_saved=3.0)
 """FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
 
+LLM_C = replace(COMPILED, gradient_arrays=1.3, **LOSSES["fused"])
+"""One kernel reads the logits and leaves their gradient (karpathy/llm.c llmc/fused_classifier.cuh); products add gradients.
+Without effects GPT-2 124M to 1558M on 8 A100 and 8 H100 are -7 to +3% off the seconds of scripts/run_gpt2_*.sh, and -5 to +19%
+with torch's loss."""
+
 FULL_PRECISION = replace(UNFUSED, dropout=False, score_arrays=5.0, residual_arrays=3.0, gradient_arrays=6.0, loss_arrays=10.0)
 """fp32 with products in TF32, the default of NVIDIA's containers. Megatron's fused softmax takes 16-bit scores alone, so mask
 and softmax are torch's own. They pass over the scores 4.5 times forward and 8.2 times backward (NeuSight's timings in training
@@ -167,6 +172,7 @@ KERNELS: Registry[Software] = Registry(
         "xla-unfused": replace(UNFUSED, bias_kernels=False, score_arrays=5.0),
         "llama3": replace(CORE, activation_saved=1.0),
         "mlperf": replace(COMPILED, cast_arrays=0.0),
+        "llm.c": LLM_C,
     },
     error=ModelError,
 )
@@ -380,14 +386,15 @@ FSDP = Framework(
     sequence=True,
     early_stop=True,
     gather_ahead=True,
+    alternate=True,
 )
-"""NO_SHARD, SHARD_GRAD_OP and FULL_SHARD; with DTensor's tensor parallelism, and ring attention."""
+"""NO_SHARD, SHARD_GRAD_OP and FULL_SHARD; with DTensor's tensor parallelism, and ring attention. Attention is one kernel, which
+keeps no scores: recomputing a part is every second layer (fms_fsdp/policies/ac_handler.py; torchtune's ac_option 2)."""
 TITAN = replace(
     FSDP,
     name="torchtitan",
     source="pytorch/torchtitan, torchtitan/config: selective recomputation of every second layer",
     recompute="selective",
-    alternate=True,
     cut="torchtitan",
     axes=("pp", "tp", "cp", "ep"),
     orders=("1f1b", "gpipe", "interleaved", "zero-bubble"),
@@ -409,6 +416,17 @@ COMPOSER_2023 = Framework(
 COMPOSER = replace(COMPOSER_2023, until=0, kernels="composer", early_stop=True, earlier=(COMPOSER_2023,))
 """Its second forward stops early from torch 2.1 on: recomputed rows of the later A100 table are 6 to 9% faster than those of
 the earlier one, while rows without recomputation are alike."""
+HAI_LLM = replace(
+    BRIDGE,
+    name="hai-llm",
+    source="DeepSeek-V3 report, arXiv 2412.19437 sections 3.2.1 to 3.2.3: DualPipe runs the exchange of experts beside the "
+    "products of another microbatch and gradients of weights apart; norms and up-projections alone run again",
+    earlier=(),
+    tensor_overlap=False,
+    orders=("1f1b", "zero-bubble"),
+    expert_overlap=True,
+    delay_weight_gradients=True,
+)
 DDP = Framework(
     name="ddp",
     source="torch DistributedDataParallel, eager",
@@ -463,6 +481,14 @@ TRAINER = replace(
 """Host: Qwen 1.8B on an A100 takes 1.0 s for 8 recomputed microbatches of 256 and of 512 tokens alike with LoRA, 5 ms per
 layer; with all parameters 2.2 s, 11 ms per layer, as its script has ZeRO 3 of DeepSpeed. Source: QwenLM/Qwen README.md."""
 TORCHTUNE = replace(FSDP, name="torchtune", source="pytorch/torchtune recipes: full_finetune_distributed", axes=("tp",))
+LLM_C_LOOP = Framework(
+    name="llm.c",
+    source="karpathy/llm.c train_gpt2.cu: kernels of its own, fused with the loss; -z 1 divides the optimizer's states",
+    kernels="llm.c",
+    zero=1,
+    axes=(),
+    zero_stages=(0, 1),
+)
 MAXTEXT = replace(
     FSDP,
     graphs=("",),
@@ -470,6 +496,7 @@ MAXTEXT = replace(
     source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
     uncompiled="",
     early_stop=False,
+    alternate=False,
     cut="megatron",
     axes=("pp", "tp", "cp", "ep"),
     zero_stages=(0, 1, 2, 3),
@@ -513,6 +540,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
             MEGATRON_DEEPSPEED,
             NEMO,
             BRIDGE,
+            HAI_LLM,
             TITAN,
             FSDP,
             COMPOSER,
@@ -520,6 +548,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
             TRAINER,
             TORCHTUNE,
             DDP,
+            LLM_C_LOOP,
             EXAMPLES,
             MXNET,
             MAXTEXT,
@@ -553,9 +582,10 @@ STATE_BYTES = 18
 """Per parameter, where states are not divided: weights and gradients in 16 bits, and 14 bytes of the optimizer."""
 
 
-def is_recent(shape: Shape) -> bool:
-    """Whether a model is of 2023 or later, as Llama, Qwen, Mixtral and DeepSeek are: gated or with experts."""
-    return shape.gated or bool(shape.experts)
+def is_recent(shape: Shape, keys: int = 0) -> bool:
+    """Whether a model is of 2023 or later: gated or with experts, as Llama, Qwen, Mixtral and DeepSeek, or with more `keys`
+    per query than Megatron's softmax of 2021 takes."""
+    return shape.gated or bool(shape.experts) or keys > FUSED_SOFTMAX_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,6 +608,7 @@ def plausible_frameworks(
     zero: int | None,
     selective: bool = False,
     low: bool = False,
+    keys: int = 0,
 ) -> Guess:
     """The frameworks that may have written a loop of which no more than this is known.
 
@@ -585,9 +616,9 @@ def plausible_frameworks(
     products are in 8 bits. Otherwise what is divided, experts and 8 bits are Megatron's. Whole states are those of DDP; on one
     GPU recent models are fine-tuned, most often by transformers.Trainer. BERT has MLPerf's kernels on GPUs after A100. `gpu`: a
     part by name, of which so many train. `divided`: what is along tp, pp, cp or ep, in words; "": nothing. `zero`: stage; None:
-    not known. `selective`: parts of layers are recomputed. `low`: products are in 8 or 4 bits.
+    not known. `selective`: parts of layers are recomputed. `low`: products are in 8 or 4 bits. `keys`: tokens of a sample.
     """
-    year = None if is_recent(shape) else SOFTWARE_OF.get(gpu.split("-")[0])
+    year = None if is_recent(shape, keys) else SOFTWARE_OF.get(gpu.split("-")[0])
     whole = states_are_whole(shape, memory_bytes)
     names: tuple[str, ...]
     if zero == 3:
@@ -599,7 +630,7 @@ def plausible_frameworks(
         by, names = divided, ("megatron", "nemo", "megatron-bridge")
     elif not shape.causal and (whole or zero is not None or devices == 1):
         by, names = "attention to both sides", ("mlperf",) if year is None else ("deeplearningexamples", "mlperf")
-    elif zero == 1 or low:
+    elif low or (zero == 1 and not (year and whole and devices <= ONE_NODE)):
         by, names = "ZeRO 1" if zero == 1 else "products in 8 bits or fewer", ("megatron", "nemo", "megatron-bridge")
     elif zero == 2:
         by, names = "ZeRO 2", ("deepspeed", "hf-trainer")
