@@ -44,7 +44,7 @@ from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.apply import piece, shard_runnable
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import ValueLayout
-from parsim.program.buckets import Bucket, HeldParameter
+from parsim.program.buckets import Bucket, HeldParameter, by_family
 from parsim.program.passes.gradients import counted_by, updates_of
 from parsim.program.placed import PlanIndex
 
@@ -289,6 +289,7 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
+        self._trained = by_family(layout.rank_buckets(rank))
         groups = [step.update_group for step in updates_of(layout, rank)]
         self._zeroed = {
             group: [flat for number, flat in self.buckets.items() if layout.buckets[number].first[0].group == group]
@@ -385,8 +386,7 @@ class StageReplica:
 
     def unsharded_of(self, component: str) -> tuple[int, ...]:
         """The buckets of the component's parameters whose gradients come and go with every microbatch (ZeRO 2)."""
-        buckets = self.layout.unsharded_buckets(component)
-        return tuple(bucket.number for bucket in buckets if bucket.number in self.buckets)  # others are of other shards
+        return tuple(bucket.number for bucket in self.layout.unsharded_buckets(component, self._trained))
 
     def _stepped(self, group: str) -> list[Stepped]:
         """What the optimizer of a group steps: its trainable parameters, or its parts of divided buckets."""

@@ -42,6 +42,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import beside_products, mixing_period
+from parsim.program.buckets import BucketFamily
 from parsim.program.columns import Folding, unfolded
 from parsim.program.passes.convert import hop_collective, hop_message, transfer_bytes
 from parsim.program.passes.gradients import bucket_work, replica_sum_work
@@ -180,8 +181,9 @@ class RankKinds:
         self._paths: dict[Hashable, Hashable] = {}
         self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
 
-    def first_of(self, mesh: Mesh) -> list[int]:
-        """Per replica the first whose ranks, and those of its team, sit alike: they pay the same for whatever they do.
+    def first_of(self, mesh: Mesh, copies: int) -> list[int]:
+        """Per so many neighbouring copies of a stage (a team, or a sharding group) the number of the first of which all ranks
+        sit alike: they pay the same for whatever they do.
 
         Ranks sit alike on devices of a kind at the same place of a node, with as many ranks before and after them on the node,
         or under its leaf switch where there are several. For these do the same at the same time, if all are of one stage.
@@ -195,10 +197,10 @@ class RankKinds:
         else:  # priced by the size of the group alone; loading by the device's own path
             kinds: dict[Hashable, int] = {}
             sits = np.array([kinds.setdefault((self._device[rank], self.path(rank)), len(kinds)) for rank in ranks.tolist()])
-        teams = sits.reshape(mesh.pp, -1, mesh.team * mesh.tp).swapaxes(0, 1).reshape(mesh.copies // mesh.team, -1)
-        _, numbers, kind = np.unique(teams, axis=0, return_index=True, return_inverse=True)
-        firsts = numbers[kind.reshape(-1)] * mesh.team
-        return [int(firsts[replica // mesh.team]) + replica % mesh.team for replica in range(mesh.copies)]
+        blocks = sits.reshape(mesh.pp, -1, copies * mesh.tp).swapaxes(0, 1).reshape(mesh.copies // copies, -1)
+        _, numbers, kind = np.unique(blocks, axis=0, return_index=True, return_inverse=True)
+        firsts: list[int] = numbers[kind.reshape(-1)].tolist()
+        return firsts
 
     @cached_property
     def _sits(self) -> Ints:
@@ -319,15 +321,17 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     replica_of = _replicas_of(layout, kinds, inside)
     if layout.plan.synchronisation.kind == "gossip":
         return _shifted(layout, costs, replica_of)
+    asks = mesh.groups > 1 or mesh.team > 1 or (mesh.tp > 1 and layout.shards_alike)
+    buckets_alike = asks and _buckets_pay_alike(layout, costs, kinds, price)
     if mesh.groups > 1:
-        replica_of = _by_sharding_groups(layout, costs, price, replica_of)
+        replica_of = _by_sharding_groups(layout, price, replica_of) if buckets_alike else tuple(range(mesh.copies))
     folding = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
-    if mesh.team > 1 and not (folding.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
+    if mesh.team > 1 and not (folding.has_whole_teams and buckets_alike):
         return replace(folding, is_exact=False)
     if mesh.tp == 1 or not layout.shards_alike:
         return folding
     alike = (
-        _buckets_pay_alike(layout, costs, price)
+        buckets_alike
         and (mesh.groups == 1 or _pay_alike(map(price, _replica_sums(layout, by_place=True))))
         and all(_shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in folding.replicas)
     )
@@ -337,7 +341,8 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
 def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
     mesh = layout.plan.mesh
-    placed = kinds.first_of(mesh)
+    teams = kinds.first_of(mesh, mesh.team)
+    placed = [teams[replica // mesh.team] * mesh.team + replica % mesh.team for replica in range(mesh.copies)]
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
     unlike = sorted(set(placed))
@@ -357,14 +362,14 @@ def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Fo
     return replace(unfolded(mesh), replica_of=kinds, is_exact=step == exact)
 
 
-def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
-    """Where replicas meet in sharding groups and not all in one collective, the first group stands for all, place by place,
-    if they consist of replicas of the same kinds and pay the same; else every replica stands for itself. Places of equal kinds
+def _by_sharding_groups(layout: PlanIndex, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
+    """Where replicas meet in sharding groups that pay the same, and not all in one collective, the first group stands for all,
+    place by place, if they consist of replicas of the same kinds; else every replica stands for itself. Places of equal kinds
     are one where the sums over all groups cost the same too."""
     mesh = layout.plan.mesh
     place = [replica % mesh.group_copies for replica in range(mesh.copies)]
     alike = all(kind == replica_of[first] for kind, first in zip(replica_of, place, strict=True))
-    if not alike or not _buckets_pay_alike(layout, costs, price):
+    if not alike:
         return tuple(range(mesh.copies))
     return replica_of if _pay_alike(map(price, _replica_sums(layout))) else tuple(place)
 
@@ -407,37 +412,43 @@ def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
     return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
-def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> bool:
-    """Whether the shards of a bucket pay the same for their sums. They are priced where their places leave that open."""
+def _buckets_pay_alike(layout: PlanIndex, costs: Costs, kinds: RankKinds, price: WorkSeconds) -> bool:
+    """Whether the shards of a bucket pay the same for their sums. They are priced where their places leave that open: of
+    sharding groups that sit alike, those of the first."""
     mesh, cluster = layout.plan.mesh, costs.cluster
     answers: dict[tuple[str, int], bool] = {}
+    unlike = sorted(set(kinds.first_of(mesh, mesh.group_copies)))
 
-    def is_open(operation: str, groups: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
+    def places(family: BucketFamily) -> list[int]:
+        begins = range(0, len(family.groups), family.replicas)
+        return [place for begin in begins for group in unlike if len(family.groups[place := begin + group][1]) > 1]
+
+    def is_open(operation: str, family: BucketFamily) -> bool:
         """Whether places leave it open; the answer is one for all bytes that the same groups sum."""
-        key = operation, id(groups)
+        key = operation, id(family.groups)
         if key not in answers:
-            ranks = [group for _, group in groups if len(group) > 1]
+            ranks = [family.groups[place][1] for place in places(family)]
             paths = {alike_collectives(cluster, operation, group, concurrent_groups(mesh, group)) for group in ranks}
             answers[key] = len(paths) > 1 or None in paths
         return answers[key]
 
-    return _pay_alike(map(price, _bucket_works(layout, is_open)))
+    return _pay_alike(map(price, _bucket_works(layout, places, is_open)))
 
 
 def _bucket_works(
-    layout: PlanIndex, is_open: Callable[[str, Sequence[tuple[int, tuple[int, ...]]]], bool]
+    layout: PlanIndex, places: Callable[[BucketFamily], list[int]], is_open: Callable[[str, BucketFamily], bool]
 ) -> Iterator[Sequence[Collective]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself), of
     operations that may cost these groups of ranks different times."""
     seen: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
-        places = [] if kinds in seen else [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
+        if kinds in seen:
+            continue
         seen.add(kinds)
-        if len(places) > 1:
-            first = layout.buckets.of(family, places[0])
-            if is_open(bucket_work(layout, first).operation, family.groups):
-                yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]
+        buckets = [layout.buckets.of(family, place) for place in places(family)]
+        if len(buckets) > 1 and is_open(bucket_work(layout, buckets[0]).operation, family):
+            yield [bucket_work(layout, bucket) for bucket in buckets]
 
 
 # --- replicas that are nearly alike -----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
@@ -158,6 +158,17 @@ class Buckets(Sequence[Bucket]):
 
     def __iter__(self) -> Iterator[Bucket]:
         return (self.of(family, place) for family in self.families for place in range(len(family.groups)))
+
+
+BucketsByFamily = Mapping[int, Sequence[Bucket]]
+"""Some buckets by the number of the first of their family."""
+
+
+def by_family(buckets: Iterable[Bucket]) -> BucketsByFamily:
+    families: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        families.setdefault(bucket.family.begin, []).append(bucket)
+    return families
 
 
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:

@@ -52,7 +52,7 @@ from parsim.plans.pipeline import (
     rank_of_stage,
     stages_by_rank,
 )
-from parsim.program.buckets import Bucket
+from parsim.program.buckets import Bucket, by_family
 from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
 from parsim.program.taskgraph import COMPUTE, RankTasks, Task
@@ -1136,12 +1136,13 @@ def bucket_bytes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Buc
     are there from the computation beside which they are gathered to the last one that needs them.
     """
     sizes, changes = {bucket.number: bucket.padded_bytes for bucket in buckets}, [0.0] * (len(uses) + 1)
-    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes):
+    families = by_family(buckets)
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, families):
         size, part = sizes[bucket.number], sizes[bucket.number] // len(bucket.group)
         changes[first] += size
         changes[last + 1] += part
         changes[freed + 1] -= size + part
-    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, sizes):
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, families):
         changes[ahead] += sizes[bucket.number]
         changes[last + 1] -= sizes[bucket.number]
     return list(accumulate(changes[:-1]))
@@ -1192,13 +1193,13 @@ def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
     uses = uses_of(layout, layout.plan.stage_of_rank(rank))
     here = [number for number, use in enumerate(uses) if use in computed]
     tasks_here = [computed[uses[number]] for number in here]
-    numbers = {bucket.number for bucket in layout.gathered_buckets(rank)}
-    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, numbers):
+    buckets = by_family(layout.gathered_buckets(rank))
+    for bucket, _, ahead, _, last, _ in parameter_windows(layout, uses, buckets):
         begins, ends = bisect_left(here, ahead), bisect_right(here, last)
         beginning = rooms.at(tasks_here[begins - 1]).beginning_parameters if begins else rooms.first_parameters
         beginning.append(bucket.number)
         rooms.at(tasks_here[ends - 1]).ending_parameters.append(bucket.number)
-    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, numbers):
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, buckets):
         key = bucket.number, uses[first].microbatch
         rooms.at(tasks_here[bisect_right(here, last) - 1]).ending_gradients.append(key)
         ends = bisect_right(here, freed)

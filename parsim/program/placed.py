@@ -19,7 +19,7 @@ from parsim.model.model import Model, layers_of
 from parsim.plans.layouts import Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.plan import Plan, check_plan
-from parsim.program.buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
+from parsim.program.buckets import Bucket, BucketFamily, Buckets, BucketsByFamily, HeldParameter, gradient_buckets, hold
 from parsim.work import OptimizerStep, Phase
 
 # What indexes of plans have worked out and other plans of the same model do not change, kept on the Model.
@@ -526,17 +526,20 @@ class PlanIndex:
         return {}
 
     @shared("zero")
-    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
-        buckets: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
-        frozen = self.frozen_buckets if self.plan.zero_stage >= 3 else ()
-        for bucket in (*self.buckets, *frozen) if self.plan.zero_stage >= 2 else ():
-            for name in self.users_of(bucket) if self.zero_stage_of(bucket) >= 2 else ():
-                buckets[name][bucket.number] = bucket
+    def unsharded_families(self) -> dict[str, tuple[int, ...]]:
+        """By component the buckets, of all shards and sharding groups (by `BucketFamily.begin`), of its parameters that lie
+        whole (unsharded) on a rank for a while only. With ZeRO 2 these are gradients, with ZeRO 3 parameters too, and those of
+        the whole layer."""
+        families: dict[str, dict[int, None]] = {component.name: {} for component in self.model.components}
+        frozen = self.frozen_buckets.families if self.plan.zero_stage >= 3 else ()
+        for family in (*self.buckets.families, *frozen) if self.plan.zero_stage >= 2 else ():
+            for name in self.users_of(family) if self.zero_stage(family, len(family.groups[0][1])) >= 2 else ():
+                families[name][family.begin] = None
         if self.plan.zero_stage >= 3:
             for unit in self._units():
-                together = {number: bucket for name in unit for number, bucket in buckets[name].items()}
-                buckets |= {name: together if buckets[name] else {} for name in unit}
-        return {name: tuple(by_number.values()) for name, by_number in buckets.items()}
+                together = {begin: None for name in unit for begin in families[name]}
+                families |= {name: together if families[name] else {} for name in unit}
+        return {name: tuple(begins) for name, begins in families.items()}
 
     def _units(self) -> Iterator[list[str]]:
         """Components of a chunk whose parameters come and go together, whatever layers are cut into: a layer, what lies before
@@ -549,10 +552,9 @@ class PlanIndex:
                 if all(self.placement[name].kind != "place" for name in unit):  # what runs on one rank is its own
                     yield unit
 
-    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
-        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
-        ZeRO 2 these are gradients, with ZeRO 3 parameters too, and those of the whole layer."""
-        return self._unsharded[component]
+    def unsharded_buckets(self, component: str, buckets: BucketsByFamily) -> list[Bucket]:
+        """Those of some buckets (`by_family`) that are of `unsharded_families`."""
+        return [bucket for begin in self.unsharded_families[component] for bucket in buckets.get(begin, ())]
 
     def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
         """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
@@ -571,9 +573,9 @@ class PlanIndex:
     def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
         return {}
 
-    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
+    def users_of(self, family: BucketFamily) -> tuple[str, ...]:
         users = self.model.parameter_users
-        return tuple(dict.fromkeys(name for parameter in bucket.first for name in users[parameter.name]))
+        return tuple(dict.fromkeys(name for parameter in family.first for name in users[parameter.name]))
 
 
 # Components of a plan whose tasks differ by names and ranks alone, so that one of each kind is lowered.

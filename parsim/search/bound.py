@@ -30,6 +30,7 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import least_exposed
+from parsim.program.buckets import BucketsByFamily, by_family
 from parsim.program.passes.compute import computations
 from parsim.program.passes.convert import is_scattered
 from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
@@ -694,12 +695,13 @@ class _Computation:
             Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
         """
         total = waiting = 0.0
+        buckets = by_family(self.layout.gathered_buckets(rank))
         for chunk in self.plan.place_stages(place):
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 block = [entry for entry in computations(self.layout, chunk, phase) if self.layout.runs_on(rank, entry[1])]
                 ends: list[float] = []
                 ahead = phase is Phase.FORWARD or self.plan.backward_prefetch
-                for number, (gathering, between, computing) in enumerate(self._lots(rank, block)):
+                for number, (gathering, between, computing) in enumerate(self._lots(rank, block, buckets)):
                     total += gathering
                     ready = (ends[-1] if ends else 0.0) + between
                     if number >= 2:
@@ -708,14 +710,14 @@ class _Computation:
                 waiting += ends[-1] if ends and not self._halved else 0.0
         return total, waiting
 
-    def _lots(self, rank: int, block: Sequence[tuple[Phase, str]]) -> list[tuple[float, float, float]]:
+    def _lots(self, rank: int, block: Sequence[tuple[Phase, str]], every: BucketsByFamily) -> list[tuple[float, float, float]]:
         """By lot of a block the seconds of the gathers that it begins with (none of the first), of computation before it that
-        needs no parameters, and of its own."""
+        needs no parameters, and of its own. `every`: the buckets of the rank."""
         lots: list[tuple[float, float, float]] = []
         needed: dict[int, None] | None = None
         between = 0.0
         for phase, name in block:
-            buckets = {bucket.number: bucket for bucket in self.layout.unsharded_buckets(name) if rank in bucket.group}
+            buckets = {bucket.number: bucket for bucket in self.layout.unsharded_buckets(name, every)}
             computing = self._compute_s(name, phase, rank)
             if not buckets:
                 between += computing

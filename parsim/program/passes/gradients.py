@@ -245,13 +245,14 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
     first forward of a component that uses the bucket waits for it."""
     if not layout.plan.gathers_ahead:
         return
-    order = layout.model.component_index
-    users = {bucket: layout.users_of(bucket) for bucket in layout.buckets if layout.is_divided(bucket)}
+    order, queues = layout.model.component_index, _Queues(draft)
+    buckets = [layout.buckets.of(family, place) for family, place in layout.buckets.places(draft.keeps_any)]
+    users = {bucket: layout.users_of(bucket.family) for bucket in buckets if layout.is_divided(bucket)}
     for bucket in sorted(users, key=lambda bucket: min(order[name] for name in users[bucket])):
         key: TaskKey = ("gather", bucket.number)
-        resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
-        draft.add(key, gathering_work(bucket), resources, [], Origin(stage=bucket.stages[0], bucket=bucket.number))
-        for rank in draft.kept(bucket.group):
+        ranks, resources = queues.of(bucket.group)
+        draft.add_alike(key, (gathering_work(bucket), resources, ()), Origin(stage=bucket.stages[0], bucket=bucket.number))
+        for rank in ranks:
             for name in users[bucket]:
                 if layout.runs_on(rank, name):
                     draft.wait(first_key(layout, Phase.FORWARD, rank, name, 0), key)
@@ -300,21 +301,19 @@ class CountedPart(NamedTuple):
 
 def counted_by(layout: PlanIndex, rank: int) -> list[CountedPart]:
     """The parts of a rank's buckets whose squares it adds up. Over all ranks every gradient is in one part."""
-    same: dict[tuple[object, ...], list[int]] = {}  # of replicated components every tp rank has its own gradients
-    for bucket in layout.buckets:
-        same.setdefault(_gradients_of(bucket), []).append(bucket.number)
+    same: dict[tuple[int, int, int], list[int]] = {}
     parts = []
     for bucket in layout.rank_buckets(rank):
-        chunk, numbers = bucket.chunk_elements, same[_gradients_of(bucket)]
-        share = -(-chunk // len(numbers))
+        chunk, ways, groups = bucket.chunk_elements, bucket.first[0].ways, bucket.family.groups
+        piece = id(groups), ways, bucket.shard % ways
+        if piece not in same:  # of replicated components every tp rank has its own gradients
+            same[piece] = [place for place, (shard, _) in enumerate(groups) if shard % ways == piece[-1]]
+        places = same[piece]
+        share = -(-chunk // len(places))
         first = bucket.group.index(rank) * chunk
-        start = first + numbers.index(bucket.number) * share
+        start = first + places.index(bucket.number - bucket.family.begin) * share
         parts.append(CountedPart(bucket, min(start, first + chunk), min(start + share, first + chunk)))
     return parts
-
-
-def _gradients_of(bucket: Bucket) -> tuple[object, ...]:
-    return tuple((held.name, held.ways, held.shard if held.part is not None else 0) for held in bucket.parameters)
 
 
 def add_clipping(draft: Draft, layout: PlanIndex) -> None:

@@ -21,13 +21,13 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from parsim.plans.pipeline import Action, pipeline_actions
-from parsim.program.buckets import Bucket
+from parsim.program.buckets import Bucket, BucketsByFamily, by_family
 from parsim.program.passes.compute import computations
 from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, microbatch_sum_key
 from parsim.program.passes.inside import first_key
@@ -79,19 +79,18 @@ def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = No
     return tuple(uses)
 
 
-def gradient_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None) -> list[Window]:
-    """When gradients are whole, in the uses of a place. `kept`: numbers of the buckets that are asked for, with all others of
-    their groups (None: all)."""
+def gradient_windows(layout: PlanIndex, uses: Sequence[Use], buckets: BucketsByFamily) -> list[Window]:
+    """When gradients are whole, in the uses of a place. `buckets`: those that are asked for, with all others of their
+    groups."""
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
-    weights: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
+    weights: dict[str, tuple[Phase, list[Bucket]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
         if name not in weights:
-            every = [bucket for bucket in layout.unsharded_buckets(name) if bucket.trainable]
-            here = tuple(every if kept is None else [bucket for bucket in every if bucket.number in kept])
+            here = [bucket for bucket in layout.unsharded_buckets(name, buckets) if bucket.trainable]
             weights[name] = layout.weight_phase(name), here
-        weight_phase, buckets = weights[name]
+        weight_phase, ready = weights[name]
         if phase is weight_phase:
-            for bucket in buckets:
+            for bucket in ready:
                 key = (bucket.number, microbatch)
                 span = spans.get(key)
                 spans[key] = (bucket, number if span is None else span[1], number)
@@ -114,45 +113,41 @@ def gradient_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[in
     return windows
 
 
-def parameter_windows(layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None) -> list[Window]:
-    """When parameters are whole (ZeRO 3), in the uses of a place. `kept`: as `gradient_windows` takes it."""
+def parameter_windows(layout: PlanIndex, uses: Sequence[Use], buckets: BucketsByFamily) -> list[Window]:
+    """When parameters are whole (ZeRO 3), in the uses of a place. `buckets`: as `gradient_windows` takes them."""
     if layout.plan.zero_stage < 3:
         return []
     windows: list[Window] = []
-    whole: dict[int, tuple[Bucket, int, int]] = {}
+    whole: dict[int, tuple[int, int]] = {}
     needed: frozenset[int] = frozenset()
     before, current = -1, -1  # the last uses of the lot before the current one, and of the current one
 
-    def release(numbers: Sequence[int], last: int) -> None:
-        for number in numbers:
-            bucket, ahead, first = whole.pop(number)
+    def release(leaving: Sequence[Bucket], last: int) -> None:
+        for bucket in leaving:
+            ahead, first = whole.pop(bucket.number)
             windows.append(Window(bucket, True, ahead, first, last, last))
 
-    changes: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[int]]] = {}
+    changes: dict[tuple[frozenset[int], frozenset[int]], tuple[list[Bucket], list[Bucket]]] = {}
 
-    def change(old: frozenset[int], new: frozenset[int]) -> tuple[list[int], list[int]]:
+    def change(old: frozenset[int], new: frozenset[int]) -> tuple[list[Bucket], list[Bucket]]:
         """The buckets that leave and those that enter, among those that are asked for."""
         if (old, new) not in changes:
             both = sorted(old - new), sorted(new - old)
-            leaving, entering = ([number for number in some if kept is None or number in kept] for some in both)
+            leaving, entering = ([bucket for begin in some for bucket in buckets.get(begin, ())] for some in both)
             changes[old, new] = leaving, entering
         return changes[old, new]
 
-    buckets_of: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
+    families_of = {name: frozenset(layout.unsharded_families[name]) for name in {use.component for use in uses}}
     for number, use in enumerate(uses):
-        if use.component not in buckets_of:
-            by_number = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
-            buckets_of[use.component] = by_number, frozenset(by_number)
-        buckets, numbers = buckets_of[use.component]
-        if not buckets:
+        families = families_of[use.component]
+        if not families:
             continue
-        if needed != numbers:
-            leaving, entering = change(needed, numbers)
+        if needed != families:
+            leaving, entering = change(needed, families)
             release(leaving, current)
-            for each in entering:
-                ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
-                whole[each] = (buckets[each], ahead, number)
-            before, needed = current, numbers
+            ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
+            whole |= {bucket.number: (ahead, number) for bucket in entering}
+            before, needed = current, families
         current = number
     release(change(needed, frozenset())[0], current)
     return windows
@@ -162,12 +157,11 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
-    groups = layout.buckets.groups | (layout.frozen_buckets.groups if layout.plan.zero_stage >= 3 else {})
-    ranks = {number: draft.kept(group) for number, group in groups.items()}
+    every = [layout.buckets, *([layout.frozen_buckets] if layout.plan.zero_stage >= 3 else [])]
+    kept = by_family(some.of(family, place) for some in every for family, place in some.places(draft.keeps_any))
+    ranks = {number: draft.kept(group) for some in every for number, group in some.groups.items()}
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
-        every = (bucket for name in dict.fromkeys(use.component for use in uses) for bucket in layout.unsharded_buckets(name))
-        kept = {bucket.number for bucket in every if ranks[id(bucket.group)]}
         in_order = attrgetter("place")
         gradients = sorted(gradient_windows(layout, uses, kept), key=in_order)
         collectives = _Collectives(draft, layout, uses, ranks)
@@ -195,9 +189,8 @@ class _Collectives:
         self._kept = kept
         self._streams = {group: tuple(Resource(rank, DP_STREAM) for rank in ranks) for group, ranks in kept.items()}
         self._works: dict[tuple[int, bool], Collective] = {}
-        names = dict.fromkeys(use.component for use in uses)
-        needing = {name: frozenset(bucket.number for bucket in layout.unsharded_buckets(name)) for name in names}
-        self._needing = [needing[use.component] for use in uses]
+        names = {use.component for use in uses}
+        self._needing = [layout.unsharded_families[use.component] for use in uses]
         self._everywhere = all(layout.placement[name].kind != "place" for name in names)
         self._first: dict[int, list[TaskKey]] = {}
         self._after: dict[tuple[int, bool, int], tuple[TaskKey, ...]] = {}
@@ -214,7 +207,7 @@ class _Collectives:
         self._draft.add_alike(key, (self._works[kind], self._streams[group], after), origin)
         if not gathered:
             return
-        needed = [use for use in range(window.first, window.last + 1) if number in self._needing[use]]
+        needed = [use for use in range(window.first, window.last + 1) if bucket.family.begin in self._needing[use]]
         for rank in self._kept[group]:
             first = self._first_of(rank)
             for use in needed:
