@@ -20,10 +20,10 @@ are alike.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from parsim.costs.estimate import Estimate, medians_s
 from parsim.engines.program import mean_step_s
 from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.hardware.cluster import Cluster
-from parsim.numeric import Ints
+from parsim.numeric import Bools, Ints
 from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -171,8 +171,51 @@ def ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
     return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
 
 
+class Sites(NamedTuple):
+    """Where the ranks of a cluster sit, int64 [ranks] each, up to the names of nodes and switches.
+
+    kind: equal for the same place of equal nodes, each with its ranks in a row, under leaf switches that are as full; -1: not
+    in a row. node: its node. first, last: ranks of the node, or of its leaf switch if there are several.
+    """
+
+    kind: Ints
+    node: Ints
+    first: Ints
+    last: Ints
+
+
+@lru_cache(maxsize=16)
+def _sites(cluster: Cluster) -> Sites:
+    nodes = cluster.nodes
+    node, place = np.array(cluster.places, dtype=np.int64).T
+    node_first, node_last, in_node = _runs(node)
+    shapes, leaves, kinds = dict[int, int](), dict[str, int](), dict[Hashable, int]()
+    leaf_of = np.array([leaves.setdefault(leaf, len(leaves)) for leaf in nodes.leaf], dtype=np.int64)
+    first, last, in_leaf = _runs(leaf_of[node]) if len(nodes.leaves) > 1 else (node_first, node_last, in_node)
+    shape_of = [shapes.setdefault(id(shape), len(shapes)) for shape in nodes.shapes]
+    values = [kinds.setdefault(nodes.leaves.get(leaf), len(kinds)) for leaf in nodes.leaf]
+    at = np.array([shape_of, values], dtype=np.int64)[:, node]
+    rows = np.stack([place, *at, np.arange(len(node)) - node_first, node_last - node_first, last - first], axis=1)
+    kind = np.array(_numbered(rows), dtype=np.int64)
+    return Sites(np.where(in_node & in_leaf, kind, -1), node, first, last)
+
+
+def _runs(group: Ints) -> tuple[Ints, Ints, Bools]:
+    """Of each number in a row of equal ones where that begins and ends, and whether it is the only one."""
+    begins = np.flatnonzero(np.diff(group, prepend=-1))
+    lengths = np.diff(begins, append=len(group))
+    first = np.repeat(begins, lengths)
+    return first, first + np.repeat(lengths, lengths) - 1, np.bincount(group[begins])[group] == 1
+
+
+def _numbered(rows: Ints) -> list[int]:
+    """The number of the first row that is equal to each."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(row.tobytes(), number) for number, row in enumerate(np.ascontiguousarray(rows))]
+
+
 class RankKinds:
-    """Where ranks sit, up to the names of nodes and switches."""
+    """Where ranks sit, and what they pay alone."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -185,43 +228,24 @@ class RankKinds:
         """Per so many neighbouring copies of a stage (a team, or a sharding group) the number of the first of which all ranks
         sit alike: they pay the same for whatever they do.
 
-        Ranks sit alike on devices of a kind at the same place of a node, with as many ranks before and after them on the node,
-        or under its leaf switch where there are several. For these do the same at the same time, if all are of one stage.
+        Ranks sit alike on devices of a kind at the same place of a node, with as many ranks on the node and under its leaf
+        switch, all of one stage: these do the same at the same time. Neighbours that are under several switches stay apart.
         """
-        ranks = np.arange(mesh.size)
-        if self._linked:
-            sits, before, after = self._sits[:, : mesh.size]
-            first = ranks - ranks % (mesh.copies * mesh.tp)
-            inside = (ranks - before >= first) & (ranks + after < first + mesh.copies * mesh.tp)
-            sits = np.where(inside, sits, -1 - ranks)
-        else:  # priced by the size of the group alone; loading by the device's own path
-            kinds: dict[Hashable, int] = {}
-            sits = np.array([kinds.setdefault((self._device[rank], self.path(rank)), len(kinds)) for rank in ranks.tolist()])
-        blocks = sits.reshape(mesh.pp, -1, copies * mesh.tp).swapaxes(0, 1).reshape(mesh.copies // copies, -1)
-        _, numbers, kind = np.unique(blocks, axis=0, return_index=True, return_inverse=True)
-        firsts: list[int] = numbers[kind.reshape(-1)].tolist()
-        return firsts
-
-    @cached_property
-    def _sits(self) -> Ints:
-        """int64 [3, ranks]: a number for the device, its place and its leaf switch; ranks before and after it there."""
-        cluster = self._costs.cluster
-        nodes, places = cluster.nodes, cluster.places
-        groups = [node if len(nodes.leaves) < 2 else nodes.leaf[node] for node, _ in places]
-        first, last, count = dict[Hashable, int](), dict[Hashable, int](), Counter(groups)
-        for rank, group in enumerate(groups):
-            first.setdefault(group, rank)
-            last[group] = rank
-        shapes: dict[int, int] = {}
         kinds: dict[Hashable, int] = {}
-        sits = []
-        for rank, ((node, number), group) in enumerate(zip(places, groups, strict=True)):
-            leaf = nodes.leaves.get(nodes.leaf[node])
-            shape = shapes.setdefault(id(nodes.shapes[node]), len(shapes))
-            kind = kinds.setdefault((self._device[rank], number, shape, leaf), len(kinds))
-            in_a_row = last[group] - first[group] + 1 == count[group]
-            sits.append((kind if in_a_row else -1 - rank, rank - first[group], last[group] - rank))
-        return np.array(sits, dtype=np.int64).T
+        if self._linked:
+            ranks, sites = np.arange(mesh.size), Sites(*(each[: mesh.size] for each in _sites(self._costs.cluster)))
+            begin, width = ranks - ranks % (mesh.copies * mesh.tp), copies * mesh.tp
+            inside = (sites.first >= begin) & (sites.last < begin + mesh.copies * mesh.tp) & (sites.kind >= 0)
+            follows = ranks % width > 0  # a neighbour
+            leaves = follows & (sites.first == ranks) & (len(self._costs.cluster.nodes.leaves) > 1)
+            crosses = follows & (np.diff(sites.node, prepend=-1) != 0)
+            device = np.array([kinds.setdefault(kind, len(kinds)) for kind in self._device[: mesh.size]], dtype=np.int64)
+            sits = (sites.kind * len(kinds) + device) * 2 + crosses
+            sits = np.where(inside & ~leaves, sits, -1 - ranks)
+        else:  # priced by the size of the group alone; loading by the device's own path
+            ranks_of = range(mesh.size)
+            sits = np.array([kinds.setdefault((self._device[rank], self.path(rank)), len(kinds)) for rank in ranks_of])
+        return _numbered(sits.reshape(mesh.pp, -1, copies * mesh.tp).swapaxes(0, 1).reshape(mesh.copies // copies, -1))
 
     def device(self, rank: int) -> str:
         return self._device[rank]

@@ -24,6 +24,7 @@ from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.errors import DeadlockError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.hardware.parts import load_network
 from parsim.hardware.profile import Noise
 from parsim.plans import pipeline
 from parsim.plans.layouts import parse_placement
@@ -52,13 +53,20 @@ CLUSTERS = {
     "dgx2": ("dgx2-v100", 1, None),
     "two dgx2": ("dgx2-v100", 2, "infiniband-100g"),
     "eight summit": ("summit-v100", 8, "infiniband-100g"),
+    "eight summit, three to a switch": ("summit-v100", 8, "infiniband-100g"),
 }
 
 
 @cache
 def cluster(name: str) -> Cluster:
     profile, nodes, network = CLUSTERS[name]
-    return cluster_from_profile(load_profile(profile), nodes=nodes, network=network)
+    joining = None if network is None else load_network(network)
+    if joining is not None and "three to a switch" in name:
+        fabric = joining.fabric
+        narrow = fabric.oversubscription.model_copy(update={"value": 4.0})
+        fabric = fabric.model_copy(update={"nodes_per_leaf": 3, "oversubscription": narrow})
+        joining = joining.model_copy(update={"fabric": fabric})
+    return cluster_from_profile(load_profile(profile), nodes=nodes, network=joining)
 
 
 def with_slow(machine: Cluster, ranks: frozenset[int]) -> Cluster:
