@@ -25,6 +25,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.folding import folding_of
 from parsim.predict.memory import whole_bytes
 from parsim.predict.problem import PlanningProblem
+from parsim.program.buckets import by_family
 from parsim.program.lifetimes import Room, bucket_rooms
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
@@ -159,8 +160,9 @@ def _fullest(
         if isinstance(task.work, Compute):
             name, microbatch = task.work.component, task.origin.microbatch
             assert microbatch is not None
+            every = by_family(layout.rank_buckets(rank))
             if task.work.phase is layout.weight_phase(name):
-                here = {bucket.number for bucket in layout.unsharded_buckets(name)} & _own(tasks)
+                here = {bucket.number for bucket in layout.unsharded_buckets(name, every)} & _own(tasks)
                 filling |= {(bucket, microbatch) for bucket in here}
             needed = {entry.origin.bucket for entry in gathering if entry.index in before}
             assert needed <= whole.keys()
@@ -209,7 +211,8 @@ def test_every_parameter_is_gathered_before_it_is_used(plan: Plan) -> None:
                 for entry in before
                 if isinstance(entry.work, Collective) and entry.work.operation == "all_gather" and entry.origin.hop is None
             }
-            wanted = {bucket.number for bucket in layout.unsharded_buckets(task.work.component) if rank in bucket.group}
+            every = by_family(layout.gathered_buckets(rank))
+            wanted = {bucket.number for bucket in layout.unsharded_buckets(task.work.component, every)}
             assert gathered == wanted
 
 
