@@ -155,6 +155,8 @@ class Effects:
         names = features_of(run)
         known = [self.names.index(name) for name in names if name in self.mean]
         unseen = sum(self.priors[name.split(":")[0]] ** 2 for name in names if name not in self.mean)
+        if f"framework:{run.framework}" in set(names).difference(self.mean):
+            unseen += self.priors.get("unseen", 0.0) ** 2
         noise = NOISE[class_of(run)] ** 2 + (MANY_SIGMA**2 if run.gpus > MANY_GPUS else 0.0)
         variance = float(self.covariance[np.ix_(known, known)].sum()) + unseen + self.source_sigma**2 + noise
         return sum(self.mean.get(name, 0.0) for name in names), math.sqrt(variance)

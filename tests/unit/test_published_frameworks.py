@@ -131,6 +131,8 @@ def test_what_is_known_of_a_loop_says_who_wrote_it(
 BESIDE_THE_TABLES = (
     ("llm.c", "A100-SXM4-80GB", "GPT-2 774M", "512", {"micro_batch": "32"}, "ms/iteration", 1700, 0.06),
     ("llm.c", "H100-SXM5-80GB", "GPT-2 1558M", "1024", {"micro_batch": "16"}, "s/iteration", 2.8, 0.1),
+    ("Paxml", "H100-SXM5-80GB", "GPT3-5B", "64", {"zero_stage": "3", "micro_batch": "4"}, "s/iteration", 0.634, 0.05),
+    ("MaxText", "H100-SXM5-80GB", "Llama 2 70B", "512", {"zero_stage": "3", "micro_batch": "2"}, "s/iteration", 7.153, 0.16),
     ("FSDP", "A100-SXM4-80GB", "Llama 2 13B", "256", {"zero_stage": "3", "recompute": "selective"}, "tokens/s/GPU", 1800, 0.15),
     ("DualPipe", "H800-SXM5-80GB", "DeepSeek-V3", "15360", {"pp": "16", "ep": "64"}, "tokens/s/GPU", 1543, 0.12),
 )
@@ -140,9 +142,10 @@ BESIDE_THE_TABLES = (
 def test_runs_of_no_table_are_near_where_their_software_is_known(
     software: str, gpu: str, model: str, batch: str, split: dict[str, str], unit: str, measured: float, within: float
 ) -> None:
-    """scripts/run_gpt2_*.sh of karpathy/llm.c, PyTorch's page on training Llama 2 by FSDP, and DeepSeek-V3's report."""
-    gpus = {"DeepSeek-V3": "2048", "Llama 2 13B": "128"}.get(model, "8")
-    seq = "1024" if software == "llm.c" else "4096"
+    """karpathy/llm.c scripts/run_gpt2_*.sh, NVIDIA/dgxc-benchmarking paxml and maxtext, PyTorch's page on Llama 2 by FSDP, and
+    DeepSeek-V3's report."""
+    gpus = {"DeepSeek-V3": "2048", "Llama 2 13B": "128", "Llama 2 70B": "256", "GPT3-5B": "16"}.get(model, "8")
+    seq = {"llm.c": "1024", "Paxml": "2048"}.get(software, "4096")
     values = {
         "id": "nobody-2",
         "hardware": gpu,
@@ -572,7 +575,7 @@ def test_what_no_run_has_shown_widens_the_interval() -> None:
     seen, unseen, unknown = (
         learnt_of(replace(HOPPER, framework=framework)) for framework in ("megatron", "maxtext", "unknown")
     )
-    assert seen.high / seen.low < unseen.high / unseen.low < unknown.high / unknown.low
+    assert 1.25 * math.log(seen.high / seen.low) < math.log(unseen.high / unseen.low) < math.log(unknown.high / unknown.low)
     thousands = learnt_of(replace(HOPPER, framework="megatron", gpus=4096))
     assert seen == learnt_of(replace(HOPPER, framework="megatron", gpus=512))
     assert thousands.factor == seen.factor

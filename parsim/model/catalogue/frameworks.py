@@ -493,14 +493,16 @@ MAXTEXT = replace(
     FSDP,
     graphs=("",),
     name="maxtext",
-    source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh",
+    source="AI-Hypercomputer/maxtext: XLA compiles the whole step, fsdp axes of the mesh; configs/base.yml: remat_policy full",
     uncompiled="",
-    early_stop=False,
+    recompute="full",
     alternate=False,
     cut="megatron",
     axes=("pp", "tp", "cp", "ep"),
     zero_stages=(0, 1, 2, 3),
 )
+"""XLA removes what nothing reads, as the last product of a second forward (`early_stop`). Other loops in JAX are taken to
+recompute as MaxText does by default."""
 INTERNEVO = Framework(
     name="internevo",
     source="InternLM/InternEvo with FlashAttention 1",
