@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,17 +12,19 @@ import numpy as np
 
 from parsim.app.answer import Answer
 from parsim.app.config import Question, facts_of_plan
-from parsim.app.launch import loading_of
+from parsim.app.launch import check_shards, loading_of
 from parsim.app.load import cluster_of, fixed_plan, on_this_machine, problem_of, search_plans
 from parsim.app.prediction import AssumedFramework, Prediction
 from parsim.app.run_folder import RunFolder
 from parsim.costs.history import read_history
+from parsim.data.shards import SIZES
 from parsim.engines.scenario import load_scenario
 from parsim.engines.whole_run import KINDS
 from parsim.errors import ConfigError, ExecutionError
 from parsim.execute.job import Job
 from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
+from parsim.model.catalogue.names import is_transformer
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
@@ -56,7 +59,10 @@ def ask_alone(
     question = on_this_machine(question)
     problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
-    return answer_of(question, problem, top=top, say=say)
+    answer = answer_of(question, problem, top=top, say=say)
+    if (question.training.shards or "").startswith(SIZES) and find_spec("torch") and not is_transformer(question.model.name):
+        check_shards(question, answer.chosen.plan)  # the rest is dealt whatever the replicas are
+    return answer
 
 
 def with_assumed_framework(answer: Answer) -> Answer:

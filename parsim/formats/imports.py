@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,10 +99,26 @@ def format_of(source: SourceFile, kind: str | None = None) -> tuple[str, FileFor
     for name, row in rows.items():
         if row.sniff(source):
             return name, row
+    for mark, what, instead in OTHER_OUTPUTS:
+        if re.search(mark, source.head, re.MULTILINE):
+            raise ImportedFileError(f"{source.path} is {what}; {instead}")
     known = "; ".join(f"{name}: {row.what}" for name, row in rows.items())
     raise ImportedFileError(
-        f"{source.path} is of no kind that parsim knows ({known}); name it with --kind if it is one of them"
+        f"{source.path} is of no kind that parsim imports ({known}). Name it with --kind if it is one of them; `parsim check` "
+        "and `parsim plan` read config files of frameworks"
     )
+
+
+OTHER_OUTPUTS = (
+    (r"^Machine \(.*\)$|^ +NUMANode L#\d", "the text of lstopo", "write `lstopo --of xml > machine.xml` and give that"),
+    (r"^\| +NVIDIA-SMI \d", "the table of nvidia-smi, without links", "write `nvidia-smi topo -m` into a file and give that"),
+    (
+        r"\b(all_reduce|all_gather|reduce_scatter|alltoall|broadcast|sendrecv|reduce|gather|scatter|hypercube)_perf\b",
+        "a script that starts nccl-tests",
+        "run it, and give what it prints",
+    ),
+)
+"""Of files that hold no links: a mark, what they are, and what to give instead."""
 
 
 def check_import(source: SourceFile, row: FileFormat, into: Path | None, options: Mapping[str, object]) -> None:
@@ -239,7 +256,7 @@ def _profile(into: Path | None, cluster: str | None, reading: MachineReading) ->
     why = f"names {named}, of which no part is shipped" if named and not parts else "does not name the machine"
     if len(parts) > 1:
         why = f"names several kinds of GPU ({named})"
-    such = " or ".join(f"--on {name}" for name in reading.fitting()) or f"--on {reading.devices}xh100-sxm"
+    such = " or ".join(f"--on {name}" for name in reading.fitting()) or f"--on {reading.devices}xGPU (`parsim profile list`)"
     notes = "".join(f". {note}" for note in reading.notes)
     raise ImportedFileError(f"the file {why}: name the machine, such as {such}, or give a profile as --into{notes}")
 

@@ -171,6 +171,9 @@ def with_links(profile: Profile, tree: MachineTree, digest: str, what: str) -> P
     return made.model_copy(update={"nics": _slots_in_use(made)})
 
 
+ROCM, INFINITY_FABRIC = "rocm-smi or amd-smi", "infinity-fabric"
+
+
 def lanes_of_a_gpu(profile: Profile) -> int:
     """NVLinks of one GPU of the machine: of its link part, and of the profile where that lists more."""
     count: dict[str, int] = {}
@@ -182,10 +185,14 @@ def lanes_of_a_gpu(profile: Profile) -> int:
     return max([count.get(f"gpu{number}", 0) for number in range(len(profile.devices))] + [usual.lanes if usual else 0])
 
 
-def machines_that_fit(tree: MachineTree, gpu: str | None = None) -> list[str]:
-    """Machines in the form of --on that have such NVLinks: of a shipped GPU, or of the usual one that does; () where hidden."""
+def machines_that_fit(tree: MachineTree, gpu: str | None = None, *, amd: bool = False) -> list[str]:
+    """Machines in the form of --on that have such links: of a shipped GPU, or of the usual one that does; () where hidden.
+
+    amd: of AMD's GPUs, or of none of them.
+    """
     found: list[str] = []
-    usual = dict.fromkeys([*ALIASES["gpus"].values(), *shipped_gpus()])
+    every = dict.fromkeys([*ALIASES["gpus"].values(), *shipped_gpus()])
+    usual = [part for part in every if load_gpu(part).link.startswith(INFINITY_FABRIC) == amd]
     for part in [] if tree.hidden else [gpu] if gpu is not None else usual:
         own = load_link(load_gpu(part).link).form
         form = "host" if not tree.lanes else "pairs" if own == "host" else None
@@ -236,7 +243,7 @@ def _reading(read: Callable[[SourceFile], MachineTree], tool: str, source: Sourc
         whole=True,
         names=tree.names,
         notes=(*tree.notes, *([f"{tree.hidden}: NVLinks stay as the profile has them"] if tree.hidden else [])),
-        fitting=partial(machines_that_fit, tree),
+        fitting=partial(machines_that_fit, tree, amd=tool == ROCM),
         change=partial(_changed, tree=tree, digest=source.digest, text=text),
     )
 
@@ -359,6 +366,10 @@ SAME_SOCKET = (*SAME_SWITCH, "PHB", "NODE")
 EXPECTED_MATRIX = "the whole output of `nvidia-smi topo -m`, from the line that lists GPU0 GPU1 ..."
 
 
+PEER = frozenset(("X", "OK", "CNS", "GNS", "TNS", "NS", "DR", "U"))
+"""Entries of the matrix of `nvidia-smi topo -p2p`."""
+
+
 def is_topo_matrix(text: str) -> bool:
     """Whether a text looks like the matrix."""
     return bool(re.search(r"^[ \t]*GPU0\s+X\b", ANSI.sub("", text[:200_000]), re.MULTILINE))
@@ -387,6 +398,11 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
             if len(entries) < len(columns):
                 raise ImportedFileError(
                     f"{source.path}: the row of {words[0]} has {len(entries)} entries for {len(columns)} devices"
+                )
+            if PEER.issuperset(entries):
+                raise ImportedFileError(
+                    f"{source.path} is of `nvidia-smi topo -p2p`, which says between which GPUs copies work, and not over what; "
+                    "write `nvidia-smi topo -m` into a file and give that"
                 )
             if wrong := [entry for entry in entries if not ENTRY.fullmatch(entry)]:
                 raise ImportedFileError(
@@ -828,7 +844,7 @@ FORMATS = {
         what="the output of rocm-smi --showtopo or amd-smi topology",
         reads="machine",
         sniff=is_rocm_topology,
-        read=partial(_reading, read_rocm_topology, "rocm-smi or amd-smi"),
+        read=partial(_reading, read_rocm_topology, ROCM),
     ),
     "lstopo": FileFormat(
         layouts="hwloc 1 and 2, with and without NVLinkBandwidth",

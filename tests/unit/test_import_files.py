@@ -580,4 +580,4 @@ def test_the_command_prints_one_document_or_one_message(
     assert document["kind"] == "nccl-tests"
     assert document["found"]["groups"][0]["points"] == 22
     assert command(str(write(tmp_path / "evil", "\x1b[2J evil"))) == 1
-    assert "of no kind that parsim knows" in capsys.readouterr().err
+    assert "of no kind that parsim imports" in capsys.readouterr().err

@@ -429,8 +429,26 @@ def test_the_hint_for_a_file_that_names_no_machine_works(tmp_path: Path) -> None
         (tmp_path / "topo.txt").write_text(text)
         with pytest.raises(ImportedFileError, match="does not name the machine") as refused:
             ps.import_file(tmp_path / "topo.txt")
-        assert made(text, tmp_path, str(refused.value).split("--on ")[1].split(" or")[0].split(",")[0]).into
+        hint = str(refused.value).split("--on ")[1].split(" or")[0].split(",")[0]
+        assert ("mi" in hint) == (text == rocm(4))
+        assert made(text, tmp_path, hint).into
         (tmp_path / "made.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\tGPU0\tGPU1\n GPU0\tX\tOK\n GPU1\tOK\tX\n", "topo -p2p.*nvidia-smi topo -m"),
+        ("\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X \n", r"--on 2xGPU \(`parsim profile list`\)"),
+        ("Machine (63GB total)\n  Package L#0\n    NUMANode L#0 (P#0 63GB)\n", "lstopo --of xml"),
+        ("| NVIDIA-SMI 550.54.15      Driver Version: 550.54.15 |\n", "nvidia-smi topo -m"),
+        ("#SBATCH --nodes=2\nsrun ./build/all_reduce_perf -b 8 -e 8G\n", "give what it prints"),
+    ],
+)
+def test_output_that_shows_no_machine_says_what_to_give(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(ImportedFileError, match=message):
+        ps.import_file(tmp_path / "a.txt")
 
 
 def test_the_matrix_without_nvlink_keeps_the_lanes_and_says_so(tmp_path: Path) -> None:
