@@ -173,6 +173,11 @@ class PlanSection(ConfigSection):
         return self.synchronisation or ALL_REDUCE
 
     @property
+    def is_uncut(self) -> bool:
+        """Whether no plan that these keys allow divides a component over ranks."""
+        return self.strategy in ("single", "dp") or (self.mesh is not None and self.mesh.tp == 1)
+
+    @property
     def plan_path(self) -> Path | None:
         """The plan file that `strategy` names, if it names one."""
         return Path(self.strategy) if is_path(self.strategy) else None

@@ -273,7 +273,8 @@ def model_of(config: Question) -> Model:
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
         weights = recorded_weights(config.training.precision)
-        return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
+        granularity, sharded = config.model.granularity, not config.plan.is_uncut
+        return load_model(config.model_spec, granularity=granularity, weights=weights, sharded=sharded)
     described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target", "control_flow")
     fields = type(config.model).model_fields
     if config.model.args or any(getattr(config.model, key) != fields[key].default for key in described):

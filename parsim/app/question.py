@@ -471,8 +471,8 @@ def _may_shard(question: Question) -> bool:
     """
     plan, cluster = question.plan, question.source.cluster
     tp = None if plan.mesh is None else plan.mesh.tp
-    if tp is not None or plan.strategy in ("single", "dp", "custom"):
-        return (tp or 1) > 1 and plan.strategy not in ("single", "dp")
+    if tp is not None or plan.is_uncut or plan.strategy == "custom":
+        return (tp or 1) > 1 and not plan.is_uncut
     if (row := named(question.model.name)) is not None and row.shape is not None:
         return True
     if cluster is None and question.cluster.machine == "this-machine":

@@ -401,7 +401,7 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
                 )
             if PEER.issuperset(entries):
                 raise ImportedFileError(
-                    f"{source.path} is of `nvidia-smi topo -p2p`, which says between which GPUs copies work, and not over what; "
+                    f"{source.path} is of `nvidia-smi topo -p2p`, which says where copies work and not over what links; "
                     "write `nvidia-smi topo -m` into a file and give that"
                 )
             if wrong := [entry for entry in entries if not ENTRY.fullmatch(entry)]:

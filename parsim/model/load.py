@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,7 @@ def write(key: str, model: Model) -> None:
             path.unlink(missing_ok=True)
 
 
-def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
+def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32", sharded: bool = True) -> Model:
     """The Model of a spec, with the loss as its last component; the same object within one process.
 
     A matching shipped preset is used; otherwise the module is traced on fake tensors. With "bfloat16" weights it is always
@@ -181,7 +182,8 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
     them.
 
     Args:
-        granularity: "block" or "layer". weights: torch's name of their type.
+        granularity: "block" or "layer". weights: torch's name of their type. sharded: with how operators can be divided, which
+            plans without tensor parallelism need not know, and which takes up to half of a trace.
 
     Raises:
         ModelError: an unknown name, argument, shape or granularity, or integers declared that no table has rows for.
@@ -195,23 +197,23 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
         return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights, tuning=spec.tune)
     content = content_of(spec)
     if weights == "float32":
-        return tuned(_load(spec, granularity, content), spec.tune)
-    return tuned(_load_as(spec, granularity, weights, content), spec.tune)
+        return tuned(_load(spec, granularity, content, sharded), spec.tune)
+    return tuned(_load_as(spec, granularity, weights, content, sharded), spec.tune)
 
 
 @lru_cache(maxsize=64)
-def _load(spec: ModelSpec, granularity: str, content: str, *, counted: str = AUTOCAST) -> Model:
+def _load(spec: ModelSpec, granularity: str, content: str, sharded: bool, *, counted: str = AUTOCAST) -> Model:
     """`counted`: of COUNTED; a preset has all."""
     for stem, (name, args) in PRESETS.items():
         if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
             return replace(load_preset(stem, granularity), loss=loss_of(spec))
-    return _stored_or_traced(spec, granularity, "float32", content, counted=counted)
+    return _stored_or_traced(spec, granularity, "float32", content, counted=counted, sharded=sharded)
 
 
-def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str, *, counted: str) -> Model:
+def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str, *, counted: str, sharded: bool) -> Model:
     """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
     if folder() is None:
-        return trace_spec(spec, granularity, weights=weights, counted=counted)
+        return trace_spec(spec, granularity, weights=weights, counted=counted, sharded=sharded)
     what = {**spec.to_dict(), "granularity": granularity, "weights": weights}
     if is_config(spec.name):
         del what["name"]
@@ -222,11 +224,12 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     if objective := spec.objective():
         _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = user_sources()
-    keys = [key_of({**what, "counted": more}) for more in COUNTED[COUNTED.index(counted) :]]  # more serves as well
+    serve = product(COUNTED[COUNTED.index(counted) :], dict.fromkeys((sharded, True)))  # more serves as well
+    keys = [key_of({**what, "counted": more, "sharded": cut}) for more, cut in serve]
     begins = f"trace of {spec.name}("
     if kept := next(filter(None, map(read, keys)), None):
         return replace(kept, name=_model_name(spec), source=begins + kept.source)
-    traced = trace_spec(spec, granularity, weights=weights, counted=counted)
+    traced = trace_spec(spec, granularity, weights=weights, counted=counted, sharded=sharded)
     write(keys[0], replace(traced, source=traced.source.removeprefix(begins)))
     return traced
 
@@ -236,10 +239,10 @@ def _model_name(spec: ModelSpec) -> str:
 
 
 @lru_cache(maxsize=16)
-def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
+def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str, sharded: bool) -> Model:
     """The Model traced with other weights, its operators as in fp32."""
-    full = _load(spec, granularity, content, counted=OPERATORS)
-    traced = _stored_or_traced(spec, granularity, weights, content, counted=MEMORY)
+    full = _load(spec, granularity, content, sharded, counted=OPERATORS)
+    traced = _stored_or_traced(spec, granularity, weights, content, counted=MEMORY, sharded=sharded)
 
     def priced(component: Component) -> Component:
         whole = full.component(component.name)
@@ -253,8 +256,10 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
     return replace(traced, components=tuple(priced(component) for component in traced.components))
 
 
-def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", counted: str = AUTOCAST) -> Model:
-    """Trace the module of a spec with its loss; needs torch. Granularity and weights as of `load_model`.
+def trace_spec(
+    spec: ModelSpec, granularity: str, *, weights: str = "float32", counted: str = AUTOCAST, sharded: bool = True
+) -> Model:
+    """Trace the module of a spec with its loss; needs torch. Granularity, weights and sharded as of `load_model`.
     `counted`: of COUNTED.
     Raises TraceError: a module that cannot be cut. MissingDependencyError: torch is not installed."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
@@ -291,6 +296,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32", c
             example=example,
             declared=kind.inputs_in_order,
             counted=counted,
+            sharded=sharded,
             stacks=kind.stacks,
             source=f"trace of {spec.name}({arguments}), one sample {shapes}{chosen}",
         )

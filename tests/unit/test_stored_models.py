@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parsim.errors import ModelError
+from parsim.model import ModelSpec, load_model
 from parsim.model import load as stored
 from parsim.model.component import Component, Parameter
 from parsim.model.model import Model
@@ -113,3 +114,14 @@ def test_a_model_whose_parts_disagree_is_refused_before_it_is_planned() -> None:
     assert text != whole.to_json()
     with pytest.raises(ModelError, match=r"forward_flop: expected a finite number, got 1e\+308"):
         Model.from_json(text)
+
+
+def test_a_model_without_its_shards_is_the_same_otherwise(place: Path) -> None:
+    """Plans without tensor parallelism need none, and a file that has them serves as well."""
+    spec = ModelSpec(name="mlp", args=(("width", 32),))
+    bare = load_model(spec, sharded=False)
+    assert len([*place.iterdir()]) == 1
+    whole = load_model(spec)
+    assert any(component.shardings for component in whole.components)
+    assert bare == replace(whole, components=tuple(replace(each, shardings=()) for each in whole.components))
+    assert len([*place.iterdir()]) == 2

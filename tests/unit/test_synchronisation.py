@@ -24,7 +24,7 @@ from parsim.app.launch import (
     whole_periods,
 )
 from parsim.app.measured import remembered
-from parsim.errors import PlanError
+from parsim.errors import ParsimError, PlanError
 from parsim.execute.measurement import Measurement, RankRecord
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
@@ -387,3 +387,18 @@ def test_a_round_follows_the_last_step_of_each_period_and_stages_wait_twice_thei
     assert not any(map(stale.due, range(9)))
     assert [stale.delay_of(stage, 4) for stage in range(4)] == [6, 4, 2, 0]
     assert stale.steps_to_fill(4) == 6
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([100, 100], r"2 sizes that sum to 200, and 2 replicas share \d+ samples"),
+        ([1000, 300, 197], r"3 sizes that sum to 1497, and 2 replicas"),
+        ([1497, 0], "a replica without samples"),
+    ],
+)
+def test_shards_that_are_not_the_data_are_refused_when_planning(shards: list[int], message: str) -> None:
+    pytest.importorskip("torch")
+    settings = {"training.shards": shards, "plan.synchronisation": "average/8", "plan.mesh": {"dp": 2}}
+    with pytest.raises(ParsimError, match=message):
+        parsim.plan("mlp", cluster="2xh100-sxm", global_batch=32, settings=settings)

@@ -405,16 +405,18 @@ def combine(
     largest: TracedForward | None = None,
     untrained: frozenset[str] = frozenset(),
     memory: bool = True,
+    sharded: bool = True,
 ) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
     `largest`: at a third batch, where the loss compares samples. `untrained`: parameters that get no gradient. `memory`: with
-    the fullest moments, else operators and saved bytes alone. Raises TraceError if a size is not linear in the batch."""
+    the fullest moments, else operators and saved bytes alone. `sharded`: with how operators can be divided.
+    Raises TraceError if a size is not linear in the batch."""
     if [interval.name for interval in small.intervals] != [interval.name for interval in large.intervals]:
         raise TraceError(
             f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
             "nothing can be counted per sample; compute on the whole batch at once"
         )
-    count = _Counts(small, large, memory=memory)
+    count = _Counts(small, large, memory=memory, sharded=sharded)
     values = count.values()
     buffers: set[int] = set()
     components = tuple(
@@ -466,8 +468,8 @@ class _Counts:
     """Components and values in numbers per sample, from forwards at two batches. What is alike is counted once.
     `small`, `large`: both with autocast or both without."""
 
-    def __init__(self, small: TracedForward, large: TracedForward, *, memory: bool = True) -> None:
-        self._small, self._large, self._memory = small, large, memory
+    def __init__(self, small: TracedForward, large: TracedForward, *, memory: bool = True, sharded: bool = True) -> None:
+        self._small, self._large, self._memory, self._sharded = small, large, memory, sharded
         self._batches = small.batch, large.batch
         self._names = value_names(small.recording, small.intervals)
         self._numbers = {name: number for number, name in self._names.items()}
@@ -579,7 +581,7 @@ class _Counts:
                 for name, made in zip(outputs, sharding.outputs, strict=True)
             )
         )
-        if interval.name == LOSS or any(op.function is call_module for op in calls):
+        if not self._sharded or interval.name == LOSS or any(op.function is call_module for op in calls):
             shardings = ()
         component = Component(
             name=interval.name,

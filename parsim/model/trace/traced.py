@@ -216,10 +216,11 @@ def model_of(
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
     counted: str = AUTOCAST,
+    sharded: bool = True,
     stacks: Sequence[Stack] = (),
 ) -> Model:
     """The Model of a module in training mode, whatever the batch of the example inputs.
-    `counted`: of `parsim.model.model.COUNTED`.
+    `counted`: of `parsim.model.model.COUNTED`. `sharded`: with how operators can be divided.
     `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
     the order of the forward's arguments; integers that no table has rows for are a ModelError. `stacks`: layers that repeat."""
     kind = type(module).__name__
@@ -235,6 +236,7 @@ def model_of(
                 source=source,
                 declared=declared,
                 counted=counted,
+                sharded=sharded,
             )
         return lengthened(short, stacks)
     name = name or kind
@@ -276,7 +278,8 @@ def model_of(
         _check_trained(small.recording, name)
     check_index_ranges(small.recording, large.recording, declared, name)
     about = {"name": name, "granularity": granularity, "source": source or f"trace of {kind}"}
-    model = combine(small, large, **about, largest=largest, untrained=frozenset(still), memory=counted != OPERATORS)
+    still_ones, memory = frozenset(still), counted != OPERATORS
+    model = combine(small, large, **about, largest=largest, untrained=still_ones, memory=memory, sharded=sharded)
     form = small.recording.loss_form if largest is None else COUPLED
     if form != COUPLED and mixes:
         form = MIXING
