@@ -243,7 +243,7 @@ class Incumbents:
         its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
         risky_s: of the fastest plan so far that fits, and not safely. ahead: of the best step, by how much one must be faster.
         longer: of plans that differ in ZeRO stage and buckets alone, by how much one was simulated to take longer than its
-        bound, at least.
+        bound, at least. outlines: how many of the family were opened one by one.
     """
 
     wanted: int = 1
@@ -253,6 +253,12 @@ class Incumbents:
     risky_s: float = float("inf")
     ahead: float = 0.0
     longer: dict[object, float] = field(default_factory=dict)
+    outlines: int = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the allowance of a search counts: some plan fits, and outlines enough of this family were opened."""
+        return bool(self.steps_s) or (self.rival_s < float("inf") and self.outlines >= FEWEST_OF_A_FAMILY)
 
     @property
     def risky_bar_s(self) -> float:
@@ -405,7 +411,7 @@ class _Front:
         if self.spare is None:
             return self.taken >= most + singles or (self.late is None and self.fruitless >= MOST_FRUITLESS)
         # without a plan that fits the search of a large problem goes on for longer
-        known = bool(self.incumbents.steps_s) or self.incumbents.rival_s < float("inf")
+        known = self.incumbents.known
         return (self.taken >= most and known) or not (node.at_once or self.spare.lasts(known=known))
 
     def _open(self, node: Node) -> None:
@@ -849,27 +855,25 @@ def open_one_by_one(
     for name, some in parts.items():
         for node in some:
             wait(name, node, node.promise_s, usual=node.usual)
-    opened_of: Counter[str] = Counter()
     while queue:
         unusual, promise_s, bound_s, _, name, node = heapq.heappop(queue)
         family = owners[name]
         if family is not together and rivals:
             family.rival_s = together.best_s
-        known = bool(family.steps_s) or (family.rival_s < float("inf") and opened_of[name] >= FEWEST_OF_A_FAMILY)
         if node.late:
             opened(name, [node], family, float("inf"))  # puts it aside
             continue
         unlikely = promise_s > max(bound_s, (1 + UNLIKELY) * min(family.rival_s, family.best_s))
         if unlikely and family.rival_s < family.best_s and (spare.spent < LOSERS_SHARE or not family.steps_s):
             unlikely = promise_s > family.bar_s  # it may still be the best of a family that lost
-        if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
+        if bound_s >= family.bar_s or unlikely or not spare.lasts(known=family.known):
             left.append((bound_s, family, node))
             continue
-        opened_of[name] += 1
         tell(name, len(queue), together.best_s)
         until_s = queue[0][1] if queue and queue[0][0] == unusual else float("inf")
         for part in opened(name, [node], family, until_s):  # what a plan takes at least is as good as what an outline promises
             wait(name, part, part.expected_s, usual=not unusual)
+        family.outlines += 1
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()
