@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
+import parsim as ps
 from experiments.search.asking import SHAPES, TINY, Shape
 from experiments.search.counting import Counts, assert_holds, counted
 from experiments.search.problems import ProblemDraw
@@ -28,6 +29,7 @@ from parsim.plans.plan import Plan, check_plan
 from parsim.plans.stages import stages_of, without_idle_ranks
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
+from parsim.search import space
 from parsim.search.by_hand import custom_plan
 from parsim.search.families import FAMILIES
 from parsim.search.recompute import recomputed_to_fit
@@ -515,3 +517,11 @@ def test_failures_are_counted_and_told_with_their_problem() -> None:
     assert (counts.compared, counts.passed) == (3, 0)
     with pytest.raises(AssertionError, match=r"(?s)0 passed.*too few samples.*ProblemDraw"):
         assert_holds(counts)
+
+
+def test_a_family_that_lost_has_a_row_though_the_allowance_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first outlines are opened whatever is left: plain data parallelism is what people compare with."""
+    monkeypatch.setattr(space, "MOST_VISITS", 1000)
+    settings = {"model.args.layers": 8}
+    found = ps.plan("llama3-8b", cluster="64xh100-sxm", global_batch=256, settings=settings)
+    assert {row.result.strategy for row in found.search.candidates} >= {"dp", "mp", "hp", "single"}
