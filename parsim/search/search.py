@@ -533,11 +533,19 @@ class _Opening:
     def spare(self) -> Allowance | None:
         return None if is_small(self.problem) else Allowance(problem=self.problem)
 
-    def early(self, name: str, nodes: list[Node], incumbents: Incumbents, until_s: float = float("inf")) -> list[Node]:
-        """Open parts of a family; of a large problem return those whose bounds are above `until_s`."""
-        tell = partial(self.tell, name) if self.spare is None else None  # else it is told which part of all families is opened
+    def early(
+        self,
+        name: str,
+        nodes: list[Node],
+        incumbents: Incumbents,
+        until_s: float = float("inf"),
+        spare: Allowance | None = None,
+    ) -> list[Node]:
+        """Open parts of a family; of a large problem, which has something to spend, return those whose bounds are above
+        `until_s`."""
+        tell = partial(self.tell, name) if spare is None else None  # else it is told which part of all families is opened
         rest = list[Node]()
-        self._open(name, nodes, incumbents, self.late[name], float("inf"), self.spare, tell, until_s, rest)
+        self._open(name, nodes, incumbents, self.late[name], float("inf"), spare, tell, until_s, rest)
         return rest
 
     def later(self, name: str, incumbents: Incumbents, share: float) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -50,6 +50,7 @@ from parsim.search.refine import every_choice, instead_of, may_fit, missing_of_c
 from parsim.search.space import (
     BOUNDED,
     CUT,
+    MOST_VISITS,
     Allowance,
     Bounds,
     Node,
@@ -243,7 +244,7 @@ class Incumbents:
         its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
         risky_s: of the fastest plan so far that fits, and not safely. ahead: of the best step, by how much one must be faster.
         longer: of plans that differ in ZeRO stage and buckets alone, by how much one was simulated to take longer than its
-        bound, at least. outlines: how many of the family were opened one by one.
+        bound, at least.
     """
 
     wanted: int = 1
@@ -253,12 +254,6 @@ class Incumbents:
     risky_s: float = float("inf")
     ahead: float = 0.0
     longer: dict[object, float] = field(default_factory=dict)
-    outlines: int = 0
-
-    @property
-    def known(self) -> bool:
-        """Whether the allowance of a search counts: some plan fits, and outlines enough of this family were opened."""
-        return bool(self.steps_s) or (self.rival_s < float("inf") and self.outlines >= FEWEST_OF_A_FAMILY)
 
     @property
     def risky_bar_s(self) -> float:
@@ -411,7 +406,7 @@ class _Front:
         if self.spare is None:
             return self.taken >= most + singles or (self.late is None and self.fruitless >= MOST_FRUITLESS)
         # without a plan that fits the search of a large problem goes on for longer
-        known = self.incumbents.known
+        known = bool(self.incumbents.steps_s) or self.incumbents.rival_s < float("inf")
         return (self.taken >= most and known) or not (node.at_once or self.spare.lasts(known=known))
 
     def _open(self, node: Node) -> None:
@@ -818,8 +813,9 @@ class Members:
 # Two families are not searched one after the other, because the first would spend what the better one needs.
 
 
-FEWEST_OF_A_FAMILY = 3
-"""Outlines of a family that are opened, whatever is left to spend, until one has a plan that fits: an answer shows it."""
+ROW_SHARE = 0.2
+"""Of the allowance: what a family without a plan that fits gets for itself when all is spent, for its row in the answer. Llama
+3 70B on 64 H100s has no row of data parallelism with less than 0.15."""
 
 UNLIKELY = 0.05
 """Of an estimate, how much too short it may be: an outline whose estimate is so much above the best step is not opened."""
@@ -834,7 +830,7 @@ def open_one_by_one(
     owners: Mapping[str, Incumbents],
     together: Incumbents,
     spare: Allowance,
-    opened: Callable[[str, list[Node], Incumbents, float], list[Node]],
+    opened: Callable[[str, list[Node], Incumbents, float, Allowance], list[Node]],
     *,
     rivals: bool,
     tell: Callable[[str, int, float], None],
@@ -847,7 +843,8 @@ def open_one_by_one(
         tell: hears which family is opened, how many parts are left and the best step so far.
         rivals: whether a family is left that can no longer be faster than another one.
     """
-    queue, number, left = list[tuple[bool, float, float, int, str, Node]](), counter(), []
+    queue, number = list[tuple[bool, float, float, int, str, Node]](), counter()
+    left = defaultdict[str, list[tuple[float, Node]]](list)
 
     def wait(name: str, node: Node, promise_s: float, *, usual: bool) -> None:
         heapq.heappush(queue, (not usual, promise_s, node.bound_s, next(number), name, node))
@@ -860,23 +857,31 @@ def open_one_by_one(
         family = owners[name]
         if family is not together and rivals:
             family.rival_s = together.best_s
+        known = bool(family.steps_s) or family.rival_s < float("inf")
         if node.late:
-            opened(name, [node], family, float("inf"))  # puts it aside
+            opened(name, [node], family, float("inf"), spare)  # puts it aside
             continue
         unlikely = promise_s > max(bound_s, (1 + UNLIKELY) * min(family.rival_s, family.best_s))
         if unlikely and family.rival_s < family.best_s and (spare.spent < LOSERS_SHARE or not family.steps_s):
             unlikely = promise_s > family.bar_s  # it may still be the best of a family that lost
-        if bound_s >= family.bar_s or unlikely or not spare.lasts(known=family.known):
-            left.append((bound_s, family, node))
+        if bound_s >= family.bar_s or unlikely or not spare.lasts(known=known):
+            left[name].append((promise_s, node))
             continue
         tell(name, len(queue), together.best_s)
         until_s = queue[0][1] if queue and queue[0][0] == unusual else float("inf")
-        for part in opened(name, [node], family, until_s):  # what a plan takes at least is as good as what an outline promises
+        for part in opened(
+            name, [node], family, until_s, spare
+        ):  # what a plan takes at least is as good as what an outline promises
             wait(name, part, part.expected_s, usual=not unusual)
-        family.outlines += 1
         if family is not together:
             together.steps_s.update(family.steps_s)
     tally = Tally()
-    for bound_s, family, node in left:
-        tally.leave([(bound_s, node.size)], family.bar_s)
+    for name, family in owners.items():
+        own = replace(spare, left=ROW_SHARE * MOST_VISITS, memories=len(spare.problem.with_memory))
+        for _, node in sorted(left[name], key=itemgetter(0)):
+            if rivals and not family.steps_s and family.rival_s < float("inf") and own.lasts(known=True):
+                opened(name, [node], family, float("inf"), own)
+            else:
+                tally.leave([(node.bound_s, node.size)], family.bar_s)
+        spare.memories = own.memories
     return tally
