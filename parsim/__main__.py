@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from types import FrameType
@@ -18,8 +19,10 @@ def main() -> None:
     """Load the commands, which takes a second, and run one. A signal meanwhile ends in a line."""
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, _end) for number in ends if signal.getsignal(number) != signal.SIG_IGN}
+    gc.disable()  # there is no garbage among modules
     from parsim.cli import main as command
 
+    gc.enable()
     for number, handler in before.items():
         signal.signal(number, handler)
     command()

@@ -26,6 +26,7 @@ from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.frameworks import Framework, Guess, framework_of
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.model import Model
+from parsim.numeric import rare_collections
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.forecast import Forecast, Played
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+@rare_collections()
 def ask(
     question: Question, *, top: int | None = None, runs_here: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> Answer:
@@ -52,6 +54,7 @@ def ask(
     return with_assumed_framework(ask_alone(question, top=top, runs_here=runs_here, say=say))
 
 
+@rare_collections()
 def ask_alone(
     question: Question, *, top: int | None = None, runs_here: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> Answer:

@@ -218,7 +218,7 @@ class Slowdown(NamedTuple):
 
     @property
     def shares_cores(self) -> bool:
-        return len(np.unique(self.core)) < len(self.core)
+        return bool((np.bincount(self.core) > 1).any())
 
 
 def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdown:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+
 from parsim.errors import ProfileError
 from parsim.hardware.devices import DEVICE_KINDS, Device, DeviceType, device_name
 from parsim.hardware.parts import Network, load_network, shipped_networks
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
+from parsim.numeric import Ints
 
 # The nodes of a topology: the parts that stay connected without the switches of the network.
 #
@@ -327,7 +330,8 @@ class Cluster:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, tuple(device.index for device in self.devices), self.topology))
+        """Of what tells clusters of one search apart too, as comparing profiles takes long: the host as frameworks use it."""
+        return hash((self.name, tuple(device.index for device in self.devices), self.topology, repr(self.profile.host)))
 
     @property
     def size(self) -> int:
@@ -370,6 +374,11 @@ class Cluster:
                 f"profile {self.profile.name} has no link to {', '.join(lost)}, but prices communication by links; list them"
             )
         return tuple(places[name] for name in names)
+
+    @cached_property
+    def place_table(self) -> Ints:
+        """int64 [2, ranks]: `places` by column."""
+        return np.array(self.places, dtype=np.int64).reshape(-1, 2).T
 
     def host_path(self, device: Device) -> tuple[str | None, tuple[Link, ...]]:
         """The nearest host memory of a device and the links from it, by the names of a node; None, () if no link tells."""

@@ -21,7 +21,7 @@ are alike.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
@@ -187,7 +187,7 @@ class Sites(NamedTuple):
 @lru_cache(maxsize=16)
 def _sites(cluster: Cluster) -> Sites:
     nodes = cluster.nodes
-    node, place = np.array(cluster.places, dtype=np.int64).T
+    node, place = cluster.place_table
     node_first, node_last, in_node = _runs(node)
     shapes, leaves, kinds = dict[int, int](), dict[str, int](), dict[Hashable, int]()
     leaf_of = np.array([leaves.setdefault(leaf, len(leaves)) for leaf in nodes.leaf], dtype=np.int64)
@@ -318,14 +318,14 @@ def _same_machine(cluster: Cluster, ranks: int, step: int, leaves: bool) -> bool
     return len(set(node_of.values())) == len(node_of) and len(set(leaf_of.values())) == len(leaf_of)
 
 
-def merged(folding: Folding, costs: Costs) -> Folding | None:
+def merged(folding: Folding, kinds: RankKinds) -> Folding | None:
     """One replica for all, where replicas differ in nothing but what their communication costs; None: they do, or are one.
 
     What is simulated so with the highest of their prices takes at least as long as the program, with the lowest at most.
     """
     if len(folding.replicas) == 1 and folding.is_exact:
         return None
-    mesh, kinds = folding.mesh, RankKinds(costs)
+    mesh = folding.mesh
     alone = {
         tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks_of_replica(mesh, replica))
         for replica in folding.replicas
@@ -545,9 +545,11 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     mesh, costs = layout.plan.mesh, problem.costs(layout.plan.world_size)
     overlap = costs.overlap([], [])
     slowing = problem.cluster.profile.overlap is not None or overlap.communications_share
-    one = None if slowing else merged(folding, costs)
+    kinds_of_ranks = RankKinds(costs)
+    one = None if slowing else merged(folding, kinds_of_ranks)
     if one is None:
         return None
+    unlike = {size: frozenset(kinds_of_ranks.first_of(mesh, size)) for size in {mesh.team, mesh.group_copies, mesh.copies}}
     compiled = program_of(problem, layout, one)
     columns = compiled.columns
     kinds = columns.units.kinds
@@ -556,7 +558,7 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     for unit in kinds:
         if unit.work in bounds or not is_communication(unit.work):
             continue
-        if likes := _likes(mesh, unit.work, folding.replicas):
+        if likes := _likes(mesh, unit.work, folding.replicas, unlike):
             paid = problem.price([(work, 0) for work in likes], mesh)
             bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
 
@@ -570,14 +572,23 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     return (one, compiled, high) if longest_s <= shortest_s * (1 + NEARLY) else None
 
 
-def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
-    """A communication of the first replica as all of them do it; none where it is one for all."""
-    if len({rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}) == 1:
+def _likes(mesh: Mesh, work: Work, replicas: Sequence[int], unlike: Mapping[int, frozenset[int]]) -> list[Work]:
+    """A communication of the first replica as all of them do it; none where it is one for all.
+
+    unlike: per size of blocks of copies (of a team, or a sharding group) the first of those that sit alike.
+    """
+    copies = {rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}
+    if len(copies) == 1:
         return [moved_work(work, replica * mesh.tp) for replica in replicas]
     if (mesh.team == 1 and mesh.groups == 1) or not isinstance(work, Collective):
         return []
     shard = min(work.group) % mesh.tp
-    return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]
+    size = next(size for size in sorted(unlike) if len({copy // size for copy in copies}) == 1)
+    return [
+        replace(work, group=group)
+        for group in concurrent_groups(mesh, work.group)
+        if group[0] % mesh.tp == shard and group[0] // mesh.tp % mesh.copies // size in unlike[size]
+    ]
 
 
 def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Folding:

@@ -491,16 +491,27 @@ def shares_of_others(
 def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[NodeShare, ...]]:
     """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it. Nodes with
     the same parts share one tuple."""
-    by_node: dict[int, list[NodeShare]] = {}
-    for group in dict.fromkeys(groups):
-        spread = cluster.spread(group)
-        for node, members in spread:
-            by_node.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
+    distinct = tuple(dict.fromkeys(groups))
+    sizes = np.array([len(group) for group in distinct], dtype=np.int64)
+    node, place = cluster.place_table[:, [rank for group in distinct for rank in group]]
+    number = np.repeat(np.arange(len(distinct)), sizes)
+    order = np.lexsort((place, number, node))
+    node, place, number = node[order], place[order], number[order]
+    begins = (np.diff(node, prepend=-1) != 0) | (np.diff(number, prepend=-1) != 0)
+    several = np.bincount(number[begins], minlength=len(distinct)) > 1
+    rows = np.stack([place, begins, several[number], sizes[number]], axis=1)
+    starts = np.flatnonzero(np.diff(node, prepend=-1))
+    alike: dict[bytes, tuple[NodeShare, ...]] = {}
     known: dict[tuple[NodeShare, ...], tuple[NodeShare, ...]] = {}
     shared: dict[int, tuple[NodeShare, ...]] = {}
-    for node, some in by_node.items():
-        parts = tuple(sorted(some, key=lambda part: (part.members, part.way, part.ranks)))
-        shared[node] = known.setdefault(parts, parts)
+    for start, some in zip(starts.tolist(), np.split(rows, starts[1:]), strict=True):
+        key = some.tobytes()
+        if key not in alike:
+            parts = (part.tolist() for part in np.split(some, np.flatnonzero(some[:, 1])[1:]))
+            shares = (NodeShare(tuple([row[0] for row in part]), way if part[0][2] else "inside", part[0][3]) for part in parts)
+            ordered = tuple(sorted(shares, key=lambda part: (part.members, part.way, part.ranks)))
+            alike[key] = known.setdefault(ordered, ordered)
+        shared[int(node[start])] = alike[key]
     return shared
 
 
