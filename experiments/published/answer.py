@@ -55,7 +55,11 @@ def with_memory_of(found: Answer, asked: Asked) -> Answer:
 
 
 def _memory(problem: PlanningProblem, asked: Asked) -> dict[str, Any]:
-    """The fields of an Answer of the rank that is nearest to its limit, less what its framework spares of master weights."""
+    """The fields of an Answer of the rank that is nearest to its limit, less what its framework spares of master weights.
+
+    DeepSpeed adds a microbatch's gradients in 16 bits to those in fp32 when all of them are there (deepspeed/runtime/
+    bf16_optimizer.py, update_hp_grads), so it holds both.
+    """
     held = problem
     if asked.framework.one_array:
         held = replace(problem, numerics=replace(problem.numerics, optimizer=f"{asked.optimizer}_fused"))
@@ -64,6 +68,8 @@ def _memory(problem: PlanningProblem, asked: Asked) -> dict[str, Any]:
     spared = round(state * REMAINDERS) if asked.framework.remainders else 0
     if asked.kept.in_backward:
         spared += dict(fullest.lines).get("gradients", 0)
+    if asked.full_gradients and asked.framework.name == "megatron-deepspeed":
+        spared -= dict(fullest.lines).get("gradients", 0) // 2
     return {
         "peak_bytes": fullest.total_bytes - spared,
         "low_bytes": fullest.low_bytes - spared,

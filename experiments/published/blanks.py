@@ -390,6 +390,8 @@ HYBRID = re.compile(r"hybrid|hsdp", re.IGNORECASE)
 OFFLOADED = re.compile(r"(?<!no )(?<!without )offload", re.IGNORECASE)
 PURE_HALF = re.compile(r"pure bf16|no fp32 master|without (?:fp32 )?master|optimi[sz]er (?:states? )?in bf16", re.IGNORECASE)
 EIGHT_BIT = re.compile(r"8[- ]?bit(?: paged)?[- ](?:adam|optimi[sz]er|states?)|adam\w*8bit", re.IGNORECASE)
+WEIGHTS_IN_8_BITS = re.compile(r"llama3\.1_405b.*\bmlperf\b", re.IGNORECASE | re.DOTALL)
+"""In model and notes: FP8_PARAM_GATHER=True of NVIDIA's configurations for MLPerf (training_results_v5.0, llama31_405b)."""
 IN_BACKWARD = re.compile(r"(?:optimi[sz]er|step|update)s? in (?:the )?backward", re.IGNORECASE)
 
 
@@ -428,10 +430,11 @@ def kept_of(row: Row, framework: Rule, precision: str, notes: Notes) -> Kept:
     """What the row's notes say that its optimizer keeps; offload is noted, and not expressed."""
     if OFFLOADED.search(row.notes) or OFFLOADED.search(row.zero):
         notes.lacks.append("offload to the host: neither its time nor what it spares")
+    in_8_bits = framework.name == "nemo" and WEIGHTS_IN_8_BITS.search(f"{row.model} {row.notes}")
     return Kept(
         master_weights=not (precision == "bf16" and PURE_HALF.search(row.notes)),
         state_dtype="int8" if EIGHT_BIT.search(row.notes) else "",
-        weight_dtype="fp8" if precision == "fp8" and framework.context else "",
+        weight_dtype="fp8" if precision == "fp8" and (framework.context or in_8_bits) else "",
         in_backward=IN_BACKWARD.search(row.notes) is not None,
     )
 

@@ -216,6 +216,28 @@ def test_who_trains_adapters_in_8_bits_adapts_attention_alone() -> None:
     assert (low.plan.mesh.tp, half.plan.mesh.tp) == (4, 1)
 
 
+def test_deepspeed_holds_gradients_in_16_and_in_32_bits() -> None:
+    """Of a parameter 6 bytes in bf16, and 2 in fp16."""
+    rows = [asked(id="bloom-tune-1", precision=precision) for precision in ("bf16", "fp16")]
+    weights = dict(_problem(rows[0]).memory(rows[0].plan)[0].lines)["parameters"]
+    assert answer(rows[0]).peak_bytes - answer(rows[1]).peak_bytes == pytest.approx(2 * weights, rel=0.01)
+
+
+@pytest.mark.parametrize(("notes", "expected"), [("NeMo; MLPerf v5.0, NVIDIA", "fp8"), ("NeMo 25.02", "")])
+def test_weights_of_mlperf_are_in_8_bits_alone(notes: str, expected: str) -> None:
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "seq"), "")
+    row = {
+        "id": "nemo-x-1",
+        "model": "LLAMA3.1_405B",
+        "hardware": "GB200",
+        "gpus": "64",
+        "tp": "4",
+        "pp": "8",
+        "precision": "fp8",
+    }
+    assert asked(**row | sizes | {"notes": notes, "recompute": "none", "micro_batch": "1"}).kept.weight_dtype == expected
+
+
 def test_a_named_framework_is_not_guessed() -> None:
     found = predict(row_of(row_with(id="nobody-1", notes="Megatron-LM")))
     assert found.why.startswith("megatron: ")
