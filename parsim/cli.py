@@ -58,6 +58,7 @@ NO_SERVING = "parsim is about training: serving and inference are out of its sco
 ELSEWHERE = {
     **dict.fromkeys(("serve", "infer", "inference", "generate", "chat"), NO_SERVING),
     "train": "`parsim run` trains on this machine, and `parsim export` writes launch files for another one",
+    "explain": "`parsim plan MODEL --gpus COUNTxGPU --explain` says where every millisecond comes from",
     **dict.fromkeys(("estimate", "predict", "memory"), "`parsim check` says whether a training fits and how fast it is"),
 }
 """What there is in place of commands that people try."""

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
+EXAMPLE = "parsim plan llama3-8b --gpus 8xh100-sxm --batch 64"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
 BATCH = "training.global_batch"

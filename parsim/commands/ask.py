@@ -56,7 +56,7 @@ def plan(
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Plan a config or script of Megatron-LM, NeMo or torchtitan."),
+        typer.Option("--config", metavar="FILE", help="Plan a config or script of a framework (docs/readers.md)."),
     ] = None,
     faster: Annotated[
         str | None,
@@ -112,7 +112,7 @@ def plan(
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples, tune=tune)
     if (config is None) == (not asked):
-        raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
+        raise typer.BadParameter("give one question: a model and --gpus COUNTxGPU, a run file, or --config FILE of a framework")
     answer = find_plan(
         asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top, largest=largest
     )
@@ -168,6 +168,7 @@ def check(
     network: NetworkOption = None,
     batch: BatchOption = None,
     seq: SeqOption = None,
+    tune: TuneOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
@@ -179,7 +180,7 @@ def check(
     from parsim.app.check import worst_status
     from parsim.app.functions import check as checked
 
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tune=tune)
     found = [checked(name, cluster=where, global_batch=batch, overrides=changes) for name in asked]
     documents = [each.to_dict() for each in found]
     tell(as_json, documents[0] if len(found) == 1 else {"checks": documents}, "\n\n".join(map(str, found)))

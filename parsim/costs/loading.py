@@ -302,8 +302,8 @@ def estimate_host_update(work: HostUpdate, cluster: Cluster, ranks: int, numeric
     if host is None or host.bandwidth_bytes_per_s is None:
         raise CostError(
             "plan.optimizer_offload updates parameters in the host's memory, and no bandwidth of that memory is known for "
-            f"{cluster.profile.name}: set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together), or "
-            "host_memory of the profile"
+            f"{cluster.profile.name}: --set cluster.host_memory_bandwidth_bytes_per_s=400e9 (say) gives it, of a node and all "
+            "its sockets together; host_memory of a profile keeps it"
         )
     each = update_bytes(numerics, work.optimizer)
     sharing = max(Counter(device.node for device in cluster.devices[:ranks]).values(), default=1)  # on the fullest node

@@ -35,11 +35,7 @@ def is_framework_file(path: Path) -> bool:
     )
 
 
-WHOSE = (
-    "a script, YAML or recipe of Megatron-LM, NeMo, Megatron-Bridge, GPT-NeoX, Primus, nanotron, MaxText, Levanter, Lightning, "
-    "axolotl, torchtune, NeMo AutoModel, llm-foundry, OLMo, nanoGPT, OpenRLHF, timm, torchvision, Accelerate or "
-    "TrainingArguments, or a torchtitan TOML"
-)
+READABLE = "docs/readers.md lists the frameworks whose files are read"
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -51,7 +47,8 @@ def read_recipe(path: Path) -> Recipe:
     try:
         source = opened(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; give {WHOSE}") from error
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise ConfigError(f"cannot read {path}: {why}; {READABLE}") from error
     with reading(f"{path} is not as its kind is", ConfigError, "write its values as the framework takes them"):
         try:
             if (row := _row_of(source)) is None:
@@ -170,7 +167,7 @@ def _other_kind(source: SourceFile) -> str:
     if name and file_named(name, source.path) is None:
         return f"it names {printable(name)}, which is not there: put it beside it, or give that file itself"
     kind = "starts a program of its own" if words and STARTS.search(source.text) else "is of no kind that parsim knows"
-    return f"it {kind}: ask for its training {ask}; or give {WHOSE}"
+    return f"it {kind}: ask for its training {ask}; {READABLE}"
 
 
 def format_name(path: Path) -> str:

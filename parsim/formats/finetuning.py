@@ -41,7 +41,7 @@ AXOLOTL_KEYS = re.compile(
 )
 """Of which Ludwig's and AutoTrain's files, with a base_model too, have none."""
 AXOLOTL_SAME_TIME = re.compile(
-    r"(base_model_|model_type|tokenizer|trust_remote|is_|dataset|datasets|test_datasets|shuffle|val_set|output_dir|wandb|mlflow|"
+    r"(base_model_|model_type|tokenizer|trust_remote|is_|dataset|datasets|test_datasets|pretraining_dataset|shuffle|val_set|output_dir|wandb|mlflow|"
     r"num_epochs|max_steps|learning_rate|lr_|cosine|warmup|weight_decay|adam_|max_grad_norm|logging|eval|save|saves|early_|"
     r"resume|auto_resume|local_rank|seed|special_tokens|tokens|chat_|train_on|hub_|debug|strict|push_|load_in|dataloader|"
     r"fsdp_config\.(fsdp_)?(auto_wrap|backward|cpu_ram|forward|limit|state_dict|sync|transformer_layer|use_orig|"
@@ -159,7 +159,8 @@ def read_torchtune(source: SourceFile) -> Recipe:
     component = keys.text("model._component_").rpartition(".")[2]
     adapted = re.match(r"(q?[ld]ora)_", component)
     component = component.removeprefix(adapted[0] if adapted else "")
-    if keys.values.keys() & {f"{other}._component_" for other in ("teacher_model", "ref_checkpointer", "policy_model")}:
+    others = {f"{other}._component_" for other in ("teacher_model", "ref_checkpointer", "policy_model")}
+    if ".rlhf." in str(keys.values.get("loss._component_")) or keys.values.keys() & others:
         raise ConfigError(f"{TORCHTUNE}: it runs a second model beside the first, which is not priced")
     recipe.name_model("model._component_", _with_points(component))
     if seq := keys.number("tokenizer.max_seq_len", "dataset.max_seq_len", default=0):

@@ -51,7 +51,7 @@ SAME_TIME = re.compile(
     r"overwrite_cache|max_samples|chat_|tokenizer|block_size|text_|neftune|accelerator_config|restore_callback|torchdynamo|"
     r"prompt|response|image_|video_|model_revision|attn_implementation|flash_attn|use_mps|full_determinism|save_safetensors|"
     r"gradient_checkpointing_kwargs|compute_environment|debug|downcast|enable_cpu_affinity|machine_rank|main_|rdzv|same_network|"
-    r"tpu|use_cpu|gpu_ids|fp8_config|task_name|bias$|random_state|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
+    r"tpu|use_cpu|gpu_ids|fp8_config|quantization_method|lora_module_name|task_name|bias$|random_state|commands|command_file|dynamo_config\.dynamo_(mode|use)|fsdp_config\.fsdp_(auto_wrap|backward|cpu_ram|"
     r"forward|state_dict|sync|transformer_layer|use_orig|limit)|fsdp_config\.(auto_wrap|backward|cpu_ram|forward|limit|"
     r"state_dict|sync|transformer_layer|use_orig|xla)|deepspeed_config\.(deepspeed_multinode|zero3_(init|save))|finetuning_type|"
     r"max_length|torch_empty|tf32|fsdp_transformer_layer|use_flash|use_slow|train_file|data_path|version$|lazy|dataset|nproc|"
@@ -123,8 +123,7 @@ def read_arguments(source: SourceFile) -> Recipe:
     recipe.recompute = "full" if keys.flag("gradient_checkpointing", default=again) else "none"
     recipe.software["compiled"] = keys.flag("torch_compile") or bool(plugin and plugin.software["compiled"])
     loaded = keys.text("torch_dtype", "dtype").removeprefix("torch.")
-    in_half = loaded in ("bfloat16", "bf16")
-    if keys.flag("pure_bf16") or in_half:
+    if in_half := loaded in ("bfloat16", "bf16") or keys.flag("pure_bf16"):
         keys.text("bf16")
         keys.text("fp16")
         recipe.training["precision"] = "bf16"
@@ -356,6 +355,11 @@ def _options_of_script(source: SourceFile) -> dict[str, Any]:
         found = {"gradient_checkpointing": True, "per_device_train_batch_size": 1} | found
         if (half := SWIFT_TYPES.get(str(found.get("torch_dtype", "bfloat16")))) is not None:
             found.setdefault(half, True)  # it trains in the type that it loads, which is that of the checkpoint
+    if found.get("deepspeed") is True and "zero_stage" in found:  # of DeepSpeed-Chat, whose program writes the config
+        stage, offload = found.pop("zero_stage"), found.pop("offload", False)
+        found["deepspeed"] = f"--stage{stage}{'_offload' if offload else ''}"
+        if rank := found.pop("lora_dim", 0):
+            found |= {"use_peft": True, "lora_r": rank, "target_modules": "all"}
     if UNSLOTH.search(source.text):
         found["lora_r"], found["torch_dtype"] = found.pop("r", 16), "bfloat16"
         again = found.pop("use_gradient_checkpointing", "unsloth")
@@ -431,7 +435,7 @@ def _refuse_other_losses(keys: FileKeys) -> None:
 
 def _read_degrees(keys: FileKeys, recipe: Recipe) -> None:
     """Axes beside the replicas: of ms-swift and LLaMA-Factory, which cut a sequence by heads, and of the latter's Megatron."""
-    keys.degrees(recipe, cp=("sequence_parallel_size", "sp_size", "parallelism_config.sp_size"))
+    keys.degrees(recipe, tp="tp_size", cp=("sequence_parallel_size", "sp_size", "parallelism_config.sp_size"))
     if recipe.cp > 1:
         recipe.left_out["sequence_parallel_size"] = "attention exchanges keys and values in a ring, and not its heads"
     if not keys.flag("use_mca"):
@@ -560,7 +564,8 @@ def take_deepspeed_file(name: str, beside: Path, recipe: Recipe) -> None:
         return
     recipe.zero, recipe.software["framework"] = int(stage[1]), "deepspeed"
     recipe.optimizer_offload = "offload" in name and "no_offload" not in name
-    recipe.left_out["deepspeed"] = f"{name} is not beside it: taken as ZeRO {recipe.zero}, by its name"
+    if not name.startswith("--"):
+        recipe.left_out["deepspeed"] = f"{name} is not beside it: taken as ZeRO {recipe.zero}, by its name"
 
 
 def _take_deepspeed(text: str, path: Path, recipe: Recipe) -> None:
@@ -594,7 +599,10 @@ def _read_deepspeed_alone(source: SourceFile) -> Recipe:
     keys = FileKeys(DEEPSPEED, {key: document[key] for key in BATCH if document.get(key, "auto") != "auto"})
     micro = keys.number("train_micro_batch_size_per_gpu", default=0)
     again = keys.number("gradient_accumulation_steps", default=1)
-    recipe.micro_batch, recipe.local_batch = micro, micro * again
+    recipe.micro_batch, recipe.local_batch = micro or 1, micro * again
+    if not micro:
+        why = "it is set by the script: microbatches of one sample are taken (--set plan.microbatches=N)"
+        recipe.left_out["train_micro_batch_size_per_gpu"] = why
     if total := keys.number("train_batch_size", default=0):
         recipe.training["global_batch"] = total
     if total or micro:

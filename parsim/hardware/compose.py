@@ -44,6 +44,7 @@ from parsim.hardware.parts import (
     load_link,
     load_network,
     shorthand,
+    with_count,
 )
 from parsim.hardware.profile import (
     Communication,
@@ -299,6 +300,8 @@ def load_profile(name_or_path: str) -> Profile:
             ) from error
     if name_or_path not in shipped_profiles():
         check_covered(name_or_path)
+        if counted := with_count(name_or_path):
+            raise ProfileError(f"{name_or_path!r} does not say how many GPUs: write {counted}")
         near = near_matches(name_or_path, [*shipped_profiles(), *instance_names()])
         near = near if "did you mean" in near else f"; known: {', '.join(shipped_profiles())}"
         raise ProfileError(

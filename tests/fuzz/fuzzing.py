@@ -72,12 +72,7 @@ NOT_PLANNED = (
     *("nanotron_smollm3.yaml", "nemo2_recipe.py", "nemo_launcher_llama2_70b.yaml", "nemo_llama_7b.yaml"),
     *("images_timm_large.sh", "images_vit_h_14.sh", "images_other.sh", "images_torchvision.sh", "nanogpt_launch.sh"),
     *("levanter.yaml", "maxtext_a3.sh", "megatron_deepspeed_moe.sh", "paddlenlp.json", "primus_maxtext.yaml"),
-    *(
-        "torchtitan_671b.toml",
-        "axolotl_launch.sh",
-        "torchtune_run.sh",
-        "llmfoundry_composer.sh",
-    ),
+    *("torchtitan_671b.toml", "axolotl_launch.sh", "torchtune_run.sh", "llmfoundry_composer.sh", "trainer_deepspeed_chat.sh"),
 )
 """Of these, beside those that are refused: for a size that they lack, because eight samples and GPUs do not divide as they
 ask, or because their model takes half a minute to trace (`images_timm.sh` is of the same reader)."""

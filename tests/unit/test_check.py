@@ -110,6 +110,7 @@ def test_the_command_ends_with_the_status_and_prints_json(
     assert status_of(monkeypatch, "check", "small.toml", "large.toml", "--json") == 3
     assert [each["verdict"] for each in json.loads(capsys.readouterr().out)["checks"]] == ["fits", "does not fit"]
     assert status_of(monkeypatch, "check", "nothing.toml") == 1
+    assert status_of(monkeypatch, "check", "gpt2", "--gpus=1x4090", "--batch=1", "--seq=256", "--tune=qlora:r=16") == 0
     assert status_of(monkeypatch, "plan", "large.toml") == 0
     assert status_of(monkeypatch, "plan", "large.toml", "--fail-if-nothing-fits") == 3
     assert status_of(monkeypatch, "plan", "small.toml", "--fail-if-nothing-fits", "--explain") == 0

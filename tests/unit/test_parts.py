@@ -251,7 +251,9 @@ def test_unknown_parts_name_near_ones_and_how_to_describe_one() -> None:
     with pytest.raises(ProfileError, match=r"unknown network 'infiniband-40g'; did you mean infiniband-400g"):
         load_network("infiniband-40g")
     with pytest.raises(ProfileError, match=r"or GPUs by name, such as 8xh100-sxm"):
-        load_profile("h100-sxm")
+        load_profile("h100-sxmm")
+    with pytest.raises(ProfileError, match=r"how many GPUs: write 1xh100-sxm or 8xh100-sxm"):
+        load_profile("h100")
 
 
 def test_a_link_joins_no_more_than_it_can() -> None:

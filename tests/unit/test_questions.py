@@ -102,11 +102,13 @@ WRONG = {
     "validate nowhere": ("no run file",),
     "plan resnet50": (
         "--gpus COUNTxGPU or --on CLUSTER (cluster=) is missing",
-        "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024",
+        "parsim plan llama3-8b --gpus 8xh100-sxm --batch 64",
     ),
     "plan none.toml": ("no run file",),
     "plan nothere.toml --on 8xh100-sxm --batch 8": ("no run file nothere.toml",),
     "plan resnet50 --on dgx3 --batch 8": ("unknown profile 'dgx3'",),
+    "plan resnet50 --on h100 --batch 8": ("does not say how many GPUs: write 1xh100-sxm or 8xh100-sxm",),
+    "plan resnet50 --gpus 4090": ("does not say how many GPUs: write 1xrtx-4090",),
     "plan resnet50 --on dgx2-v100 --batch -8": ("training.global_batch = -8: must be >= 1",),
 }
 
