@@ -200,8 +200,12 @@ def test_the_first_question_of_the_readme_prints_what_it_shows(capsys: pytest.Ca
     first.evaluate()
     printed = capsys.readouterr().out
     assert printed.startswith(GOLDEN.read_text(encoding="utf-8"))
-    shown = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```text\n(.*?)\.\.\.\n```", readme, re.DOTALL)[0]
     assert " ".join(printed.split()).startswith(" ".join(shown.split()))
+    cells = re.findall(r"`(mb=[^`]*|[\d.]+% of [\d.]+%)`", readme)
+    assert len(cells) == 2, "the cells that are explained below it"
+    assert all(cell in shown for cell in cells)
     assert len(others) == 1, "the other one trains: tests/execute/test_api_run.py"
 
 
