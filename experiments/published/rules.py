@@ -157,8 +157,8 @@ WORDS: tuple[tuple[str, str], ...] = (
 EAGER = re.compile(
     r"\beager\b|not compiled|without compil|no compil|compile[^,;]* not stated|compile ?[=:] ?(?:false|off)", re.I
 )
-COMPILES = re.compile(r"compile|\bxla\b|inductor|nanogpt", re.IGNORECASE)
-"""nanoGPT's train.py compiles unless it is told not to."""
+COMPILES = re.compile(r"compile|\bxla\b|inductor|nanogpt|fused (?:kernels|rms|layer|swiglu)|liger", re.IGNORECASE)
+"""nanoGPT's train.py compiles unless it is told not to; kernels by hand fuse the same passes."""
 
 
 def is_compiled(row: Row) -> bool:
