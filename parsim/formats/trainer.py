@@ -165,7 +165,8 @@ def _document(source: SourceFile) -> Any:
         file = _arguments_of(source)
         return options if file is None else _document(file) | options
     if source.path.suffix in PROGRAMS:
-        return _keys_of_calls(walk(source, Script()))
+        script = walk(source, Script())
+        return _keys_of_xtuner(script) if XTUNER.search(source.text) else _keys_of_calls(script)
     return source.json("TrainingArguments") if source.path.suffix == ".json" else yaml_table(source)
 
 
@@ -320,6 +321,33 @@ def _keys_of_calls(script: Script) -> dict[str, Any]:
     if stored.endswith("-bnb-4bit"):
         keys_of_file["model_name_or_path"], keys_of_file["load_in_4bit"] = re.sub(r"(-unsloth)?-bnb-4bit$", "", stored), True
     return keys_of_file
+
+
+XTUNER = re.compile(r"^(from|import) xtuner\b", re.MULTILINE)
+XTUNER_KEYS = {
+    "pretrained_model_name_or_path": "model_name_or_path",
+    "max_length": "max_length",
+    "batch_size": "per_device_train_batch_size",
+    "sequence_parallel_size": "sequence_parallel_size",
+}
+
+
+def _keys_of_xtuner(script: Script) -> dict[str, Any]:
+    """Keys by the constants of a configuration of XTuner and the tables `dict(type=LoraConfig, r=64)`.
+
+    It recomputes layers unless told otherwise, and runs as many passes more as ranks share a sequence.
+    """
+    constants = {key: value for key, value in script.constants.items() if value is not None}
+    keys: dict[str, Any] = {name: constants[key] for key, name in XTUNER_KEYS.items() if key in constants}
+    keys = {"per_device_train_batch_size": 1, "gradient_checkpointing": True, "bf16": True} | keys
+    counts = constants.get("accumulative_counts", 1), constants.get("sequence_parallel_size", 1)
+    keys["gradient_accumulation_steps"] = counts[0] * counts[1] if all(type(count) is int for count in counts) else UNKNOWN
+    for _, given, _ in script.calls:
+        if "lora_alpha" in given:
+            keys |= {"use_peft": True, "lora_r": given.get("r", 8), "lora_alpha": given["lora_alpha"], "target_modules": "all"}
+        if given.get("load_in_4bit") is True:
+            keys |= {"load_in_4bit": True, "use_bnb_nested_quant": given.get("bnb_4bit_use_double_quant", False)}
+    return keys
 
 
 def _take_adapters(recipe: Recipe, keys: FileKeys, *, factory: bool) -> None:
@@ -619,6 +647,8 @@ def is_arguments(source: SourceFile) -> bool:
     if source.path.suffix in SCRIPTS:
         return bool(SCRIPT_MARK.search(source.text)) or _is_alpaca(source.text) or _arguments_of(source) is not None
     if source.path.suffix in PROGRAMS:
+        if XTUNER.search(source.text) and "accumulative_counts" in source.text:
+            return True
         return bool(PYTHON_MARK.search(source.text)) and not re.search(r"\b(argparse|HfArgumentParser)\b", source.text)
     return source.path.suffix in (*YAML, ".json") and bool(MARK.search(source.text))
 
@@ -627,6 +657,7 @@ FORMATS = {
     "hf-trainer": FileFormat(
         layouts="JSON, YAML of TRL and of LLaMA-Factory, scripts that give them as options (also by accelerate, deepspeed and "
         "ms-swift) or name such a file, scripts in Python and notebooks that give them as literals (peft, TRL, Unsloth), "
+        "configurations of XTuner, "
         "PaddleNLP's, DeepSpeed configs beside or inside",
         refuses="other adapters than LoRA; rollouts and losses with a second model; states divided within a node of unknown "
         "size; a DeepSpeed config that is not there",
