@@ -106,6 +106,20 @@ def seq_of(row: Row, framework: Rule, causal: bool, notes: Notes) -> int:
     return seq
 
 
+TUNED = re.compile(r"\b(?:sft|lora|peft|fine-?tun\w*)\b", re.IGNORECASE)
+PACKED_TOKENS, SQUAD_TOKENS = 4096, 256
+"""Of a sample into which NeMo's and Megatron-Bridge's recipes for fine-tuning pack texts of SQuAD, and of such a text, about
+(nemo/collections/llm/recipes: SquadDataModule, `seq_length = 4096 if packed_sequence else 2048`)."""
+
+
+def context_of(row: Row, framework: Rule, seq: int, notes: Notes) -> int:
+    """Keys that a token may attend to: of its sample, or of its text where texts are packed."""
+    tuned = TUNED.search(f"{row.model} {row.notes}")
+    if not tuned or seq != PACKED_TOKENS or framework.name not in ("nemo", "megatron-bridge"):
+        return seq
+    return notes.assume("packed texts of so many tokens,", SQUAD_TOKENS)
+
+
 OTHER_MODELS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (

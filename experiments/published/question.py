@@ -20,6 +20,7 @@ from experiments.published.blanks import (
     batch_of,
     check_sizes,
     chunks_of,
+    context_of,
     expert_ways_of,
     half_of,
     kept_of,
@@ -263,7 +264,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "", *, known:
     if number_format(precision).beside:
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
-    part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision in ("tf32", "fp32") else 2)
+    context = context_of(row, framework, seq, notes)
+    part = SamplePart(tokens=seq, context=context, element_bytes=4 if precision in ("tf32", "fp32") else 2)
     tuning = tuning_of(row, framework, notes)
     model = tuned(transformer(shape, software, part, granularity, tuning), tuning)
     chunks = chunks_of(row, framework, shape, split, batch, notes)

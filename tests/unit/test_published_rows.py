@@ -789,7 +789,7 @@ def test_a_schedule_that_is_not_interleaved_has_no_chunks(notes: str, chunks: in
 
 def test_nemo_keeps_of_master_weights_what_bf16_lacks() -> None:
     """2 of 12 bytes of optimizer state per parameter: 70B was tuned on 16 H100 without data parallelism."""
-    values = {"model": "LLAMA2-70B SFT", "hardware": "DGX-H100", "gpus": "16", "tp": "4", "pp": "4", "dp": "", "seq": "4096"}
+    values = {"model": "LLAMA2-70B", "hardware": "DGX-H100", "gpus": "16", "tp": "4", "pp": "4", "dp": "", "seq": "4096"}
     values |= {"global_batch": "32", "micro_batch": "1", "recompute": "", "precision": "fp8"}
     spared, whole = (answer(asked(**NAMED, **values, id=name)) for name in ("nemo2407-x-1", "megatron-x-1"))
     assert spared.step_s == whole.step_s
