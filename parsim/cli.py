@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from parsim import __version__
 from parsim.commands.agent import mcp
@@ -64,6 +64,30 @@ ELSEWHERE = {
 """What there is in place of commands that people try."""
 
 
+KEYS = {
+    "--precision": "training.precision=bf16",
+    "--dtype": "training.precision=bf16",
+    "--optimizer": "training.optimizer=adamw",
+    "--tp": "plan.mesh.tp=8",
+    "--pp": "plan.mesh.pp=2",
+    "--zero": "plan.zero_stage=3",
+    "--microbatches": "plan.microbatches=4",
+    "--recompute": "plan.recompute=full",
+}
+"""Options that people try: the key of a run file that says the same."""
+
+
+class Command(TyperCommand):
+    """A command, and a line for those of KEYS."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        for word in args if self.name in ("plan", "check", "simulate", "sweep") else ():
+            option = word.partition("=")[0]
+            if option in KEYS:
+                ctx.fail(f"{option} is a key: write --set {KEYS[option]}")
+        return super().parse_args(ctx, args)
+
+
 class Commands(TyperGroup):
     """The commands, and a line for those of ELSEWHERE."""
 
@@ -86,7 +110,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_options)
     for name, function in COMMANDS.items():
-        app.command(name)(_endings_told(name, function))
+        app.command(name, cls=Command)(_endings_told(name, function))
     return app
 
 

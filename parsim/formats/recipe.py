@@ -122,6 +122,11 @@ class Recipe:
                 f"{self.framework}: the file asks for {self.dp} replicas x {shard} = {self.dp * shard} devices, and the "
                 f"cluster has {devices}; ask for {self.dp * shard}"
             )
+        if self.processes not in (0, devices):
+            by_device = "" if "global_batch" in self.training else ", and the batch, which the file gives per device,"
+            self.left_out["processes"] = (
+                f"the file starts {self.processes}, and the cluster has {devices} devices: replicas{by_device} follow it"
+            )
         mesh = {"pp": self.pp, "dp": dp, "tp": self.tp, "cp": self.cp, "ep": self.ep}
         microbatches = self._microbatches(dp)
         settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}

@@ -17,7 +17,7 @@ from parsim.app.config import Question, constraints_of, load_config, mesh_of, pa
 from parsim.app.config_text import changes_of, parse_overrides
 from parsim.app.launch import samples_not_taken
 from parsim.app.question import USUAL_SAMPLES, USUAL_TOKENS, question_of, taken_defaults
-from parsim.cli import ELSEWHERE
+from parsim.cli import ELSEWHERE, KEYS
 from parsim.errors import ProfileError
 from parsim.hardware.parts import load_gpu, machines_of
 from parsim.model.spec import ModelSpec
@@ -322,3 +322,13 @@ def test_the_tab_key_completes(line: str, found: str) -> None:
     call = "import sys; sys.argv = ['parsim']; from parsim.cli import main; main()"
     run = subprocess.run([sys.executable, "-c", call], env=os.environ | asks, capture_output=True, text=True, check=False)
     assert found in run.stdout.split(), run.stderr
+
+
+@pytest.mark.parametrize("option", KEYS)
+def test_options_that_people_try_name_the_key(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question_of("llama3-8b", cluster="8xh100-sxm", global_batch=64, overrides=[KEYS[option]])
+    monkeypatch.setenv("COLUMNS", "300")
+    assert status_of(monkeypatch, "plan", "llama3-8b", "--gpus", "8xh100", option, "8") == 2
+    assert f"--set {KEYS[option]}" in capsys.readouterr().err

@@ -1340,3 +1340,10 @@ def test_a_batch_that_a_script_computes_is_no_default(tmp_path: Path, text: str,
         question_of(path, cluster="8xh100-sxm")
     question = question_of(path, cluster="8xh100-sxm", global_batch=512, overrides=["plan.microbatches=2"])
     assert (question.training.global_batch, question.plan.microbatches) == (512, 2)
+
+
+@pytest.mark.parametrize(("devices", "told"), [(16, False), (8, True)])
+def test_a_cluster_of_another_size_than_the_file_starts_is_told(devices: int, told: bool) -> None:
+    recipe = read_recipe(FILES / "torchtune_run.sh")
+    assert recipe.settings(devices)["training.global_batch"] == devices // 4 * 16
+    assert ("the batch, which the file gives per device," in recipe.left_out.get("processes", "")) == told
