@@ -463,6 +463,11 @@ class PlanIndex:
         return {rank: tuple(parameters) for rank, parameters in frozen.items()}
 
     @shared("buckets")
+    def same_pieces(self) -> dict[tuple[int, int, int], list[int]]:
+        """By the identity of a family's groups, the ways its parameters are cut and a piece: the groups that hold the piece."""
+        return {}
+
+    @shared("buckets")
     def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
         return {}
 

@@ -301,8 +301,7 @@ class CountedPart(NamedTuple):
 
 def counted_by(layout: PlanIndex, rank: int) -> list[CountedPart]:
     """The parts of a rank's buckets whose squares it adds up. Over all ranks every gradient is in one part."""
-    same: dict[tuple[int, int, int], list[int]] = {}
-    parts = []
+    same, parts = layout.same_pieces, []
     for bucket in layout.rank_buckets(rank):
         chunk, ways, groups = bucket.chunk_elements, bucket.first[0].ways, bucket.family.groups
         piece = id(groups), ways, bucket.shard % ways
