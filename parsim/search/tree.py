@@ -318,8 +318,9 @@ def judged_best_first(
     return front.judged, front.tally
 
 
-MOST_FRUITLESS = 100
-"""Refinements in a row that are judged and not the fastest so far: no more are."""
+MOST_FRUITLESS = 500
+"""Refinements in a row that are judged and not the fastest so far: no more are. Of 1,000 random problems 5 lose up to 1.9% to
+enumeration with 100, 2 of them with 200, and none with 400 (`experiments/search`)."""
 
 
 @dataclass
