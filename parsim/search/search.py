@@ -31,6 +31,7 @@ from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
 from parsim.search.memory_floor import floor_excess_bytes
 from parsim.search.refine import way_out
 from parsim.search.space import (
+    FREE_RANKS,
     MOST_LATE_VISITS,
     Allowance,
     Node,
@@ -561,7 +562,10 @@ class _Opening:
         self.spare.left, self.spare.memories = rest + max(0.0, own.left), own.memories
 
     def misfit(self, incumbents: Incumbents) -> None:
-        """Judge the plan of a family that is closest to fitting, where none of it fits."""
+        """Judge the plan of a family that is closest to fitting, where none of it fits; on more ranks than are free only where
+        no other family fits, because that alone takes ten CPU-s on 100,000."""
+        if self.problem.cluster.size > FREE_RANKS and incumbents.rival_s < float("inf"):
+            return
         if not incumbents.steps_s and incumbents.risky_s == float("inf"):
             self.judged += incumbents.closest.judged(
                 self.steps.of, partial(_excess_bytes, self.problem), self._variants, self._floor_bytes
