@@ -63,7 +63,8 @@ def ask_alone(
     problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
     answer = answer_of(question, problem, top=top, say=say)
-    if (question.training.shards or "").startswith(SIZES) and find_spec("torch") and not is_transformer(question.model.name):
+    reads = find_spec("torch") and not is_transformer(question.model.name)
+    if answer.fits and reads and (question.training.shards or "").startswith(SIZES):
         check_shards(question, answer.chosen.plan)  # the rest is dealt whatever the replicas are
     return answer
 

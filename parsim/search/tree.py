@@ -870,9 +870,8 @@ def open_one_by_one(
             continue
         tell(name, len(queue), together.best_s)
         until_s = queue[0][1] if queue and queue[0][0] == unusual else float("inf")
-        for part in opened(
-            name, [node], family, until_s, spare
-        ):  # what a plan takes at least is as good as what an outline promises
+        # what a plan takes at least is as good as what an outline promises
+        for part in opened(name, [node], family, until_s, spare):
             wait(name, part, part.expected_s, usual=not unusual)
         if family is not together:
             together.steps_s.update(family.steps_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -402,3 +403,13 @@ def test_shards_that_are_not_the_data_are_refused_when_planning(shards: list[int
     settings = {"training.shards": shards, "plan.synchronisation": "average/8", "plan.mesh": {"dp": 2}}
     with pytest.raises(ParsimError, match=message):
         parsim.plan("mlp", cluster="2xh100-sxm", global_batch=32, settings=settings)
+
+
+def test_shards_do_not_hide_that_nothing_fits(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    profile = json.loads((Path(__file__).parents[2] / "hardware_profiles" / "dgx1-v100-32gb.json").read_text())
+    profile["device_types"]["V100-SXM2"]["memory_bytes"]["value"] = 735e6  # its context takes 734 MB
+    (tmp_path / "small.json").write_text(json.dumps(profile))
+    answer = parsim.plan("mlp", str(tmp_path / "small.json"), global_batch=32, settings={"training.shards": [100, 100]})
+    assert not answer.fits
+    assert "No plan fits" in answer.sentence()
