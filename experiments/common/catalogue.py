@@ -214,6 +214,7 @@ CATALOGUE = (
                 name="workers_64",
                 question="Which rule reaches an accuracy first on 64 workers, and what would 95% less time need?",
             ),
+            Part(name="workers_1008", question="What does a mixing graph do to accuracy on 1,008 replicas?"),
         ),
     ),
     Experiment(

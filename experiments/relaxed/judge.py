@@ -632,6 +632,37 @@ def workers_tables(document: dict[str, Any]) -> dict[str, str]:
     return {"at 64 workers": _table_of_64(document), "less time": _saving_table(document["less_time"])}
 
 
+def many_claims(document: dict[str, Any]) -> list[Claim]:
+    """Orderings of sparse and dense graphs, and the complete graph beside all_reduce."""
+    by_way = {row["way"]: row for row in document.get("rows", [])}
+    scores = {way: row["accuracy"] for way, row in by_way.items()}
+    far = by_way["complete"]["consensus"] if by_way else None
+    return [
+        _rising(
+            "Accuracy of the averaged model: ring < torus < exponential < complete",
+            scores,
+            ("ring", "torus", "exponential", "complete"),
+        ),
+        claim(
+            "The complete graph is all_reduce",
+            None if far is None else far < 1e-9 and scores["complete"] == scores["all_reduce"],
+            "" if far is None else f"{scores['complete']:.3f} and {scores['all_reduce']:.3f}",
+        ),
+    ]
+
+
+def many_tables(document: dict[str, Any]) -> dict[str, str]:
+    """A row per graph."""
+    columns = (
+        ("way", "{way}"),
+        ("messages a step", "{connections:,.0f}"),
+        ("averaged", "{accuracy:.3f}"),
+        ("replicas", "{replicas:.3f}"),
+        ("distance", "{consensus:.3g}"),
+    )
+    return {"at 1,008 replicas": row_table(document["rows"], columns, words=1)}
+
+
 def _table_of_64(document: dict[str, Any]) -> str:
     """Predicted for 64 workers; which rules lie within the doubt of the soonest."""
     doubt, rows = document["doubt"], document["rows"]
@@ -711,4 +742,5 @@ JUDGES = {
     "trained_periods": Judge(claims=periods_claims, tables=periods_tables),
     "time_to_accuracy": Judge(claims=races_claims, tables=races_tables),
     "workers_64": Judge(claims=workers_claims, tables=workers_tables),
+    "workers_1008": Judge(claims=many_claims, tables=many_tables),
 }
