@@ -265,6 +265,7 @@ NOT_AGAIN = {
     "relaxed": "it measures this machine",
     "trained_periods": "it measures this machine",
     "time_to_accuracy": "it measures this machine",
+    "workers_1008": "float32 rounds otherwise on other processors; `tests/execute/test_virtual_replicas.py` trains fewer",
     "one_gpu": "it needs a GPU",
 }
 """Parts of which nothing is made again, and why."""
