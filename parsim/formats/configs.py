@@ -97,12 +97,15 @@ def _with_keys(source: SourceFile, given: Given) -> SourceFile:
 
     table = yaml_table(source)
     for key, value in given.items():
+        if LAUNCHER.match(key):
+            continue
         *outer, last = key.split(".")
         node = table
         for part in outer:
-            node = node[part] if isinstance(node.get(part), dict) else node.setdefault(part, {}) or {}
-        if not LAUNCHER.match(key):
-            node[last] = value
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
+        node[last] = value
     return SourceFile(source.path, yaml.safe_dump(table).encode())
 
 

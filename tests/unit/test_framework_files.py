@@ -1347,3 +1347,16 @@ def test_a_cluster_of_another_size_than_the_file_starts_is_told(devices: int, to
     recipe = read_recipe(FILES / "torchtune_run.sh")
     assert recipe.settings(devices)["training.global_batch"] == devices // 4 * 16
     assert ("the batch, which the file gives per device," in recipe.left_out.get("processes", "")) == told
+
+
+def test_a_key_of_a_command_counts_where_the_file_has_no_such_table(tmp_path: Path) -> None:
+    """The file has no table `tokenizer`."""
+    (tmp_path / "tune.yaml").write_text(
+        "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\n"
+        "optimizer: {_component_: torch.optim.AdamW}\n"
+        "dataset: {_component_: torchtune.datasets.alpaca_dataset}\n"
+        "batch_size: 2\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("tune run --nproc_per_node 8 full_finetune_distributed --config tune.yaml tokenizer.max_seq_len=1024\n")
+    assert read_recipe(script).args["seq"] == 1024
