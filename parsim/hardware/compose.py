@@ -37,6 +37,7 @@ from parsim.hardware.parts import (
     LinkPart,
     Network,
     PartFit,
+    check_counted,
     check_covered,
     instance_names,
     instances_of,
@@ -44,7 +45,6 @@ from parsim.hardware.parts import (
     load_link,
     load_network,
     shorthand,
-    with_count,
 )
 from parsim.hardware.profile import (
     Communication,
@@ -300,8 +300,7 @@ def load_profile(name_or_path: str) -> Profile:
             ) from error
     if name_or_path not in shipped_profiles():
         check_covered(name_or_path)
-        if counted := with_count(name_or_path):
-            raise ProfileError(f"{name_or_path!r} does not say how many GPUs: write {counted}")
+        check_counted(name_or_path)
         near = near_matches(name_or_path, [*shipped_profiles(), *instance_names()])
         near = near if "did you mean" in near else f"; known: {', '.join(shipped_profiles())}"
         raise ProfileError(

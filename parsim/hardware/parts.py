@@ -255,13 +255,14 @@ def shorthand(text: str) -> tuple[int, str, str | None] | None:
     return None if form is None else (int(re.sub("[_,]", "", form["count"])), form["gpu"].strip(), form["link"])
 
 
-def with_count(text: str) -> str:
-    """How the name of a GPU alone is written with a count; "": it is none."""
+def check_counted(text: str) -> None:
+    """Raise ProfileError for the name of a GPU without a count: how it is written with one."""
     name = driver_name(text) or ALIASES["gpus"].get(text.lower(), text.lower())
     if name not in shipped_gpus():
-        return ""
+        return
     usual = load_gpu(name).gpus_per_node
-    return f"1x{name}" + (f" or {usual}x{name}" if usual > 1 else "")
+    counted = f"1x{name}" + (f" or {usual}x{name}" if usual > 1 else "")
+    raise ProfileError(f"{text!r} does not say how many GPUs: write {counted}")
 
 
 def is_shorthand(text: str) -> bool:
@@ -287,8 +288,7 @@ def machines_of(text: str, per_node: int | None = None) -> Machines:
     parts = shorthand(text)
     if parts is None:
         check_covered(text)
-        if counted := with_count(text):
-            raise ProfileError(f"{text!r} does not say how many GPUs: write {counted}")
+        check_counted(text)
         raise ProfileError(
             f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm, or an instance type such as p5.48xlarge"
         )
