@@ -7,13 +7,13 @@ Those drawn for training come from the digits of the training split alone.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from parsim.data import dataset_for
+from parsim.app.learners import problem_for
 from parsim.data.cifar import LAYOUTS
 from parsim.model.spec import ModelSpec
 from parsim.relaxed.problems import LearningProblem, load_problem
@@ -52,18 +52,14 @@ def write_files(root: Path) -> None:
 def coloured_digits(samples: int, test_samples: int) -> LearningProblem:
     """The first samples of the files as parsim reads them: float32 [n, 3, 32, 32]."""
     spec = ModelSpec(name="resnet_small", input_shape=(3, SIDE, SIDE))
-    tensors: list[torch.Tensor] = []
     with tempfile.TemporaryDirectory() as root:
         write_files(Path(root))
-        for split, count in (("train", samples), ("test", test_samples)):
-            values = dataset_for(spec, "cifar10", root=root, split=split).values(np.arange(count))
-            tensors += [torch.from_numpy(values["input:0"]).float(), torch.from_numpy(values["target"]).long()]
-    inputs, targets, test_inputs, test_targets = tensors
-    return LearningProblem(
+        whole = problem_for(spec, "cifar10", root)
+    return replace(
+        whole,
         name="coloured digits",
-        inputs=inputs,
-        targets=targets,
-        test_inputs=test_inputs,
-        test_targets=test_targets,
-        outputs=LAYOUT.classes,
+        inputs=whole.inputs[:samples].clone(),
+        targets=whole.targets[:samples].clone(),
+        test_inputs=whole.test_inputs[:test_samples].clone(),
+        test_targets=whole.test_targets[:test_samples].clone(),
     )

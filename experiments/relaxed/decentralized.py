@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 
 Tables = dict[str, Any]
 PARTS = ("figures", "ada", "dbench", "normalised", "times", "curves")
-SHARDS = ("iid", "label_sorted")
 NARROW = ModelSpec(name="resnet_small", args={"width": 4}, input_shape=(3, SIDE, SIDE))
 
 
@@ -46,10 +46,16 @@ def rounded(tables: Tables) -> Tables:
     }
 
 
+def bench(name: str, models: Mapping[str, Callable[[int], LocalTraining]], **sizes: Any) -> Tables:
+    """Tables of DBench under a name, without those of every tensor."""
+    say = partial(print, file=sys.stderr, flush=True)
+    tables = bench_tables(run_bench(models, GRAPHS, shards=("iid", "label_sorted"), say=say, **sizes))
+    return rounded({key.replace("dbench", name): rows for key, rows in tables.items() if key != "dbench_tensors"})
+
+
 def made(part: str, options: argparse.Namespace) -> Tables:
     """The tables of one part."""
     quick, epochs = options.quick, 5 if options.quick else 20
-    say = partial(print, file=sys.stderr, flush=True)
 
     def seeds(usual: int) -> range:
         return range(options.seed, options.seed + (1 if quick else options.seeds or usual))
@@ -60,18 +66,10 @@ def made(part: str, options: argparse.Namespace) -> Tables:
         return {"ada": ada_rows(seeds(5), epochs)}
     if part == "dbench":
         replicas, epochs = ((8,), 3) if quick else ((16, 32, 64), 20)
-        tables = bench_tables(
-            run_bench(MODELS, GRAPHS, replicas=replicas, shards=SHARDS, seeds=seeds(3), epochs=epochs, say=say)
-        )
-        del tables["dbench_tensors"]
-        return rounded(tables)
+        return bench(part, MODELS, replicas=replicas, seeds=seeds(3), epochs=epochs)
     if part == "normalised":
         replicas, epochs = ((64,), 1) if quick else ((16, 64), 8)
-        runs = run_bench(
-            {"residual": residual}, GRAPHS, replicas=replicas, shards=SHARDS, seeds=seeds(1), epochs=epochs, say=say
-        )
-        tables = bench_tables(runs)
-        return rounded({name.replace("dbench", "normalised"): rows for name, rows in tables.items() if "tensors" not in name})
+        return bench(part, {"residual": residual}, replicas=replicas, seeds=seeds(1), epochs=epochs)
     if part == "times":
         times = time_rows((1, 4) if quick else (1, 4, 16, 64, 168))
         return {"times": times, "scaling": scaling_rows(), "epochs": epoch_rows((4,) if quick else (16, 168))}
