@@ -158,8 +158,9 @@ class Effects:
         """Median and standard deviation of log(measured / predicted) of a run of a new source."""
         names = features_of(run)
         known = [self.names.index(name) for name in names if name in self.mean]
-        unseen = sum(self.priors[name.split(":")[0]] ** 2 for name in names if name not in self.mean)
-        if f"framework:{run.framework}" in set(names).difference(self.mean):
+        new = [name for name in names if name not in self.mean]
+        unseen = sum(self.priors[name.split(":")[0]] ** 2 for name in new)
+        if f"framework:{run.framework}" in new:
             unseen += self.priors.get("unseen", 0.0) ** 2
         noise = NOISE[class_of(run)] ** 2 + (MANY_SIGMA**2 if run.gpus > MANY_GPUS else 0.0)
         noise += FULL_SIGMA**2 if run.precision in ("tf32", "fp32") and not run.images else 0.0
